@@ -1,0 +1,51 @@
+"""Train one model on many machines joined by thin wires.
+
+inner   = torch.optim.AdamW(model.parameters(), lr=3e-4)
+replica = overtone.Replica(model, inner, overtone.decoupled(every=64))
+for batch in data:
+    model(batch).backward()
+    replica.step()            # was: inner.step()
+    inner.zero_grad()
+replica.finish()
+"""
+
+from overtone.errors import OvertoneError
+from overtone.methods import (
+    METHODS,
+    Method,
+    alone,
+    ddp,
+    decoupled,
+    demo,
+    diloco,
+    local_sgd,
+    published,
+    sparse_loco,
+)
+from overtone.replica import Replica, Round
+from overtone.simulate import Absence, Cluster, Link
+from overtone.transport import Ledger, Solo, Torch
+from overtone.version import __version__
+
+__all__ = [
+    "METHODS",
+    "Absence",
+    "Cluster",
+    "Ledger",
+    "Link",
+    "Method",
+    "OvertoneError",
+    "Replica",
+    "Round",
+    "Solo",
+    "Torch",
+    "__version__",
+    "alone",
+    "ddp",
+    "decoupled",
+    "demo",
+    "diloco",
+    "local_sgd",
+    "published",
+    "sparse_loco",
+]

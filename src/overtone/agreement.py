@@ -1,0 +1,84 @@
+"""What replicas must agree on, and how a disagreement is told: by naming the ranks and the difference."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from overtone import fingerprint
+from overtone.errors import MismatchError, StateError
+from overtone.methods import Method
+from overtone.version import __version__
+from overtone.wire import VERSION
+
+
+def introduction(method: Method, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, object]:
+    """Everything that must be equal on all replicas before the first step, flat: one key, one printable value."""
+    about: dict[str, object] = {"overtone": __version__, "wire": VERSION, **method.numbers()}
+    about["parameters"] = len(parameters)
+    about["order of parameters"] = fingerprint.of_text("\n".join(parameters)).hex()
+    about |= {f"parameter {name}": _outline(t) for name, t in parameters.items()}
+    about |= {f"buffer {name}": _outline(t) for name, t in buffers.items()}
+    return about
+
+
+def schema_of(about: dict[str, object]) -> bytes:
+    """Eight bytes for an introduction; rides in every message."""
+    return fingerprint.of_text(json.dumps(about))
+
+
+def compare_introductions(introductions: Mapping[int, bytes]) -> None:
+    """Refuse replicas that introduced themselves differently; maps rank to what it said."""
+    abouts = {rank: json.loads(raw.rstrip(b"\0")) for rank, raw in introductions.items()}
+    differences = [
+        f"{key}: {_camps({rank: about.get(key, 'absent') for rank, about in abouts.items()})}"
+        for key in _differing(list(abouts.values()))
+    ]
+    if differences:
+        raise MismatchError(
+            f"replicas do not match: {_first(differences)}. Start every rank with the same model, method and version"
+        )
+
+
+def compare_saved(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
+    """Refuse a saved state of another model or method. Versions may differ: the state's form is what counts."""
+    keys = [key for key in _differing([saved, here]) if key not in ("overtone", "wire")]
+    differences = [
+        f"{key}: {saved.get(key, 'absent')} in the saved state, {here.get(key, 'absent')} here" for key in keys
+    ]
+    if differences:
+        raise StateError(f"saved state: of another replica: {_first(differences)}. Build the same model and method")
+
+
+def _differing(abouts: Sequence[Mapping[str, object]]) -> list[str]:
+    keys = dict.fromkeys(key for about in abouts for key in about)
+    return [key for key in keys if len({json.dumps(about.get(key, "absent")) for about in abouts}) > 1]
+
+
+def _first(differences: Sequence[str], most: int = 3) -> str:
+    more = f" (and {len(differences) - most} more)" if len(differences) > most else ""
+    return "; ".join(differences[:most]) + more
+
+
+def compare_fingerprints(what: str, prints: Mapping[int, bytes], *, way_out: str) -> None:
+    """Refuse replicas that hold different numbers; ``prints`` maps rank to fingerprint."""
+    if len(set(prints.values())) > 1:
+        camps = _camps({rank: value.hex() for rank, value in prints.items()})
+        raise MismatchError(f"{what} differ between replicas: {camps}. {way_out}")
+
+
+def _outline(tensor: Tensor) -> str:
+    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _camps(values: Mapping[int, object]) -> str:
+    """'10 on ranks 0, 1; 20 on rank 2'."""
+    camps: dict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        camps[str(value)].append(rank)
+    return "; ".join(
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for value, ranks in camps.items()
+    )

@@ -1,0 +1,31 @@
+"""What can go wrong, as the user meets it. Every message names the thing, the value, the rule and the way out."""
+
+from __future__ import annotations
+
+
+class OvertoneError(Exception):
+    """Base of all errors that overtone raises on purpose."""
+
+
+class MethodError(OvertoneError, ValueError):
+    """A method, rule or codec was given a number it cannot work with."""
+
+
+class ModelError(OvertoneError, ValueError):
+    """The model or its inner optimiser cannot be wrapped, or changed under the replica's feet."""
+
+
+class MismatchError(OvertoneError, RuntimeError):
+    """Replicas do not agree: on method, model or version before the first step, or on the anchor afterwards."""
+
+
+class PeerError(OvertoneError, RuntimeError):
+    """A replica could not take part in a round; raised on every rank, naming the one at fault."""
+
+
+class WireError(OvertoneError, ValueError):
+    """Bytes that are not a message of this round of this run."""
+
+
+class StateError(OvertoneError, ValueError):
+    """A saved state does not fit this replica."""

@@ -1,0 +1,167 @@
+"""How a round's payloads meet: gathered one by one, or summed on the way.
+
+An *exchange* is one thing for the transport to carry; a *talk* is a generator that yields exchanges and is sent what
+was heard. A replica's side of any conversation (joining, a round, finishing) is a talk, so that a real transport can
+carry it in one process and the simulator can carry K of them in lockstep, through the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from overtone import wire
+from overtone.bits import Reader
+from overtone.buffers import Buffers, average
+from overtone.codec import Codec, Payload, mean
+from overtone.errors import PeerError, WireError
+from overtone.layout import Layout
+from overtone.transport import Transport
+from overtone.wire import Expected, Header
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Gather:
+    message: bytes
+
+    def carry(self, transport: Transport) -> list[bytes]:
+        return transport.gather(self.message)
+
+
+@dataclass(frozen=True)
+class Sum:
+    buffer: Tensor
+
+    def carry(self, transport: Transport) -> Tensor:
+        return transport.sum(self.buffer)
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    tensors: Sequence[Tensor]
+
+    def carry(self, transport: Transport) -> None:
+        transport.broadcast(self.tensors)
+
+
+Exchange = Gather | Sum | Broadcast
+Talk = Generator[Exchange, Any, T]  # sent what `carry` returned
+
+
+def hold(talk: Talk[T], transport: Transport) -> T:
+    """Carry one talk to its end."""
+    try:
+        exchange = next(talk)
+        while True:
+            exchange = talk.send(exchange.carry(transport))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+class Pattern(Protocol):
+    """How the payloads of a codec are packed into one exchange and taken apart again."""
+
+    def pack(self, header: Header, payload: Payload, buffers: Buffers) -> Exchange: ...
+
+    def refuse(self, header: Header, why: str, buffers: Buffers) -> Exchange:
+        """An exchange without payload, for a replica that has none but must not leave the others waiting."""
+        ...
+
+    def open(self, heard: Any, expected: Expected, peers: Sequence[int]) -> tuple[list[Header], list[Any]]:
+        """Everybody's header and body, verified."""
+        ...
+
+    def mean(
+        self, bodies: list[Any], codec: Codec, buffers: Buffers, *, over_senders: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The mean of all payloads (flat), and of all floating buffers."""
+        ...
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Everyone hears everyone: each message is complete, checked and decoded by every replica in the same order."""
+
+    layout: Layout
+    device: torch.device
+
+    def pack(self, header: Header, payload: Payload, buffers: Buffers) -> Exchange:
+        assert isinstance(payload, bytes)
+        return Gather(wire.seal(header, buffers.pack() + payload))
+
+    def refuse(self, header: Header, why: str, buffers: Buffers) -> Exchange:  # noqa: ARG002
+        return Gather(wire.seal(header, why.encode()))
+
+    def open(self, heard: list[bytes], expected: Expected, peers: Sequence[int]) -> tuple[list[Header], list[bytes]]:
+        headers, bodies = [], []
+        for rank, message in zip(peers, heard, strict=True):
+            try:
+                header, body = wire.unseal(message, expected, rank)
+            except WireError as error:
+                raise PeerError(f"round {expected.round}: the message of rank {rank} was refused: {error}") from error
+            headers.append(header)
+            bodies.append(body)
+        return headers, bodies
+
+    def mean(
+        self, bodies: list[bytes], codec: Codec, buffers: Buffers, *, over_senders: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        payloads, their_buffers = [], []
+        for body in bodies:
+            reader = Reader(body)
+            their_buffers.append(buffers.unpack(reader))
+            payloads.append(codec.decode(body[reader.at :], self.layout))
+        return mean(payloads, self.layout, self.device, over_senders=over_senders), average(their_buffers)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The network adds the payloads up: [ values | floating buffers | one slot per replica for its header ]."""
+
+    layout: Layout
+    device: torch.device
+    rank: int
+    size: int
+
+    def pack(self, header: Header, payload: Payload, buffers: Buffers) -> Exchange:
+        assert isinstance(payload, Tensor)
+        slots = wire.slots(header, self.rank, self.size)
+        return Sum(torch.cat([payload, buffers.vector().to(payload.device), slots.to(payload.device)]))
+
+    def refuse(self, header: Header, why: str, buffers: Buffers) -> Exchange:  # noqa: ARG002
+        return self.pack(header, self.layout.empty(self.device), buffers)
+
+    def open(self, heard: Tensor, expected: Expected, peers: Sequence[int]) -> tuple[list[Header], list[Tensor]]:
+        cut = heard.numel() - self.size * wire.SLOT
+        try:
+            headers = wire.read_slots(heard[cut:], expected)
+        except WireError as error:
+            raise PeerError(f"round {expected.round}: the sum was refused: {error}") from error
+        spoke = [header.sender for header in headers]
+        if spoke != list(peers):
+            raise PeerError(f"round {expected.round}: heard ranks {spoke}, expected {list(peers)}")
+        return headers, [heard[:cut] / len(headers)]
+
+    def mean(
+        self,
+        bodies: list[Tensor],
+        codec: Codec,
+        buffers: Buffers,
+        *,
+        over_senders: bool,  # noqa: ARG002
+    ) -> tuple[Tensor, list[Tensor]]:
+        (body,) = bodies
+        return body[: self.layout.size], buffers.split(body[self.layout.size :])
+
+
+def pattern_for(codec: Codec, layout: Layout, transport: Transport, device: torch.device) -> Pattern:
+    if codec.reduces:
+        return Summed(layout, device, transport.rank, transport.size)
+    return Gathered(layout, device)

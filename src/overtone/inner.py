@@ -1,0 +1,64 @@
+"""The inner optimiser's step with what may surround it: clipping, a `GradScaler`, a closure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from overtone.errors import ModelError
+
+Closure = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class InnerStep:
+    """How to take one inner step; may have to wait until a round has replaced the gradients."""
+
+    inner: torch.optim.Optimizer
+    parameters: Sequence[nn.Parameter]
+    clip: float | None = None
+    scaler: torch.amp.GradScaler | None = None
+    closure: Closure | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ModelError(f"clip={self.clip}: the largest gradient norm allowed, above 0; leave it out not to clip")
+        if self.closure is not None and (self.clip is not None or self.scaler is not None):
+            raise ModelError("closure: it computes its own gradients; clip and scale inside it")
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that gradients carry now."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def must_wait(self, method: str) -> None:
+        """Refuse what cannot work when the gradients are exchanged first."""
+        if self.closure is not None:
+            raise ModelError(f"closure: {method} exchanges gradients before the inner step; a closure would undo that")
+        if self.scaler is not None and _is_unscaled(self.scaler, self.inner):
+            raise ModelError(
+                f"scaler: unscaled before the exchange, so an overflow on one rank would not be seen by {method} on the "
+                "others; leave out scaler.unscale_() and pass step(scaler=scaler, clip=...)"
+            )
+
+    def take(self) -> None:
+        if self.closure is not None:
+            self.inner.step(self.closure)
+            return
+        if self.clip is not None:
+            if self.scaler is not None and not _is_unscaled(self.scaler, self.inner):
+                self.scaler.unscale_(self.inner)
+            nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        if self.scaler is not None:
+            self.scaler.step(self.inner)
+        else:
+            self.inner.step()
+
+
+def _is_unscaled(scaler: torch.amp.GradScaler, inner: torch.optim.Optimizer) -> bool:
+    # No public way to ask; every torch since 1.6 keeps the answer here.
+    stage = scaler._per_optimizer_states[id(inner)]["stage"]
+    return bool(getattr(stage, "name", "") == "UNSCALED")

@@ -1,0 +1,151 @@
+"""One table of methods. A method is a row: which signal, how often, by which rule, through which codec.
+
+Nothing anywhere compares method names: a new idea is a new rule or codec, hence a new row here. To add one, write a
+function that returns a `Method` and put it into `METHODS`; the shared battery of tests picks it up by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from overtone.codec import Codec, Dense, TopK
+from overtone.errors import MethodError
+from overtone.rules import DeMo, Mean, Outer, Published, Rule
+from overtone.signals import Drift, Gradient, Signal, Silence
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table. ``every`` is the number of local steps between rounds; None is never."""
+
+    name: str
+    signal: type[Signal]
+    every: int | None
+    rule: Rule
+    codec: Codec
+    drain: int = 0  # dense one-bit messages that `finish` sends to empty the residuals
+
+    def __post_init__(self) -> None:
+        if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
+            raise MethodError(f"every={self.every!r}: local steps between rounds, a whole number of at least 1")
+        if not isinstance(self.drain, int) or self.drain < 0:
+            raise MethodError(f"drain={self.drain!r}: a number of last messages, 0 or more")
+        if self.drain and not (isinstance(self.rule, Outer) and isinstance(self.codec, TopK)):
+            raise MethodError(f"drain={self.drain}: only the Outer rule with a TopK codec leaves a residual to drain")
+
+    @property
+    def consensus(self) -> bool:
+        """True: all replicas share one anchor."""
+        return self.every is not None and self.rule.consensus
+
+    def draining(self) -> Method:
+        """The row for the last messages: every coefficient at one bit, step 1, no momentum."""
+        assert isinstance(self.rule, Outer) and isinstance(self.codec, TopK)
+        rule = replace(self.rule, lr=1.0, momentum=0.0, decay=1.0, release=1.0)
+        return replace(self, rule=rule, codec=self.codec.whole)
+
+    def numbers(self) -> dict[str, object]:
+        """Everything that must be equal on all replicas, flat and printable."""
+        return {
+            "method": self.name,
+            "signal": self.signal.__name__.lower(),
+            "every": self.every,
+            "rule": type(self.rule).__name__,
+            **_fields(self.rule),
+            "codec": type(self.codec).__name__,
+            **_fields(self.codec),
+            "drain": self.drain,
+        }
+
+
+def _fields(numbers: object) -> dict[str, object]:
+    assert dataclasses.is_dataclass(numbers) and not isinstance(numbers, type)
+    return dataclasses.asdict(numbers)
+
+
+def alone() -> Method:
+    """The control: each replica trains by itself and never communicates."""
+    return Method("alone", Silence, None, Mean(), Dense())
+
+
+def ddp() -> Method:
+    """Plain data parallelism: the mean gradient, every step."""
+    return Method("ddp", Gradient, 1, Mean(), Dense())
+
+
+def demo(*, keep: int = 32, bits: int = 32, decay: float = 0.999, release: float = 1.0) -> Method:
+    """DeMo (arXiv 2411.19870): the strongest coefficients of a private gradient momentum, every step, then the sign.
+
+    The inner optimiser receives signs: use ``torch.optim.SGD`` for the published method.
+    """
+    return Method("demo", Gradient, 1, DeMo(decay=decay, release=release), TopK(keep=keep, bits=bits))
+
+
+def local_sgd(*, every: int = 64) -> Method:
+    """Federated averaging: replace the weights by their mean every so often."""
+    return Method("local_sgd", Drift, every, Outer(lr=1.0, momentum=0.0), Dense())
+
+
+def diloco(*, every: int = 64, lr: float = 0.7, momentum: float = 0.9) -> Method:
+    """DiLoCo (arXiv 2311.08105): an outer Nesterov step on the mean drift."""
+    return Method("diloco", Drift, every, Outer(lr=lr, momentum=momentum), Dense())
+
+
+def sparse_loco(
+    *,
+    every: int = 64,
+    keep: int = 64,
+    bits: int = 2,
+    lr: float = 1.0,
+    momentum: float = 0.0,
+    decay: float = 0.95,
+) -> Method:
+    """SparseLoCo style (arXiv 2508.15706): top-k of the drift with error feedback, two bits, no transform."""
+    rule = Outer(lr=lr, momentum=momentum, decay=decay)
+    return Method("sparse_loco", Drift, every, rule, TopK(keep=keep, bits=bits, transform="none"))
+
+
+def published(*, every: int = 64, keep: int = 32, bits: int = 32, lr: float = 0.7, decay: float = 0.9) -> Method:
+    """The paper authors' rule (arXiv 2510.03371). Replicas drift apart: there is no shared anchor to evaluate."""
+    return Method("published", Drift, every, Published(lr=lr, decay=decay), TopK(keep=keep, bits=bits))
+
+
+def decoupled(
+    *,
+    every: int = 64,
+    keep: int = 128,
+    bits: int = 1,
+    lr: float = 0.9,
+    momentum: float = 0.8,
+    decay: float = 1.0,
+    carry: float = 1.0,
+    release: float = 1.0,
+    transform: str = "dct",
+    chunk: int = 64,
+    drain: int = 2,
+) -> Method:
+    """The default: strongest coefficients of the residual drift, the rest carried in the replica's own weights."""
+    rule = Outer(lr=lr, momentum=momentum, decay=decay, carry=carry, release=release)
+    codec = TopK(keep=keep, bits=bits, transform=transform, chunk=chunk)
+    return Method("decoupled", Drift, every, rule, codec, drain)
+
+
+METHODS: dict[str, Callable[..., Method]] = {
+    row.__name__: row for row in (alone, ddp, demo, local_sgd, diloco, sparse_loco, published, decoupled)
+}
+
+
+def method_named(name: str, **numbers: object) -> Method:
+    """The row of that name with these numbers. Unknown names and numbers are refused with what there is."""
+    if name not in METHODS:
+        raise MethodError(f"method {name!r}: unknown; there are {', '.join(METHODS)}")
+    row = METHODS[name]
+    known = inspect.signature(row).parameters
+    for number in numbers:
+        if number not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes no numbers"
+            raise MethodError(f"{number}={numbers[number]}: {name} has no such number; {takes}")
+    return row(**numbers)

@@ -1,0 +1,254 @@
+"""Rules turn a replica's signal into something to send (*propose*), and what was heard into an answer (*absorb*).
+
+A rule is frozen numbers; what it remembers is a `State` of flat vectors, all in the coefficient domain of the method's
+codec. The transform is linear and orthonormal, so anchor, momentum and residual may live there: sent coefficients are
+simply taken out of the residual, and the anchor only ever changes by elementwise operations in a fixed order. No matrix
+product and no fused multiply-add touches it, hence it stays bit-identical on every replica.
+
+Symbols: Θ anchor, M momentum, E residual, G signal (drift or gradient), u what was heard (the mean of what was sent);
+η lr, μ momentum, β decay, λ carry, α release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overtone.codec import Sparse
+from overtone.errors import MethodError
+
+State = dict[str, Tensor]
+Encode = Callable[[Tensor], Sparse]  # sends what it is given; returns what the receivers will decode
+
+
+class Rule(Protocol):
+    """What `Replica` needs of a rule. ``state["anchor"]`` exists exactly if the rule works on weights."""
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The vectors of the state that are the same on every replica; a newcomer takes them over from a peer."""
+        ...
+
+    @property
+    def consensus(self) -> bool:
+        """True: the anchor is the same on every replica after every round."""
+        ...
+
+    @property
+    def over_senders(self) -> bool:
+        """True: a coefficient is averaged over the replicas that sent it, not over all."""
+        ...
+
+    def begin(self, weights: Tensor, *, lossless: bool) -> State:
+        """The state before the first round; ``weights`` are the coefficients of the initial weights."""
+        ...
+
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse: ...
+
+    def withdraw(self, state: State, sent: Sparse) -> None:
+        """Undo `propose` as far as others are concerned: nobody heard ``sent``, so it is still owed."""
+        ...
+
+    def absorb(self, state: State, heard: Tensor) -> Tensor:
+        """Coefficients of what to write back: the next weights, or the gradient to step with."""
+        ...
+
+    def settle(self, answer: Tensor) -> Tensor:
+        """Last touch to each tensor of the answer, back in the weight domain."""
+        ...
+
+
+def outer_step(anchor: Tensor, momentum: Tensor | None, heard: Tensor, *, lr: float, mu: float) -> None:
+    """M ← μ·M + u;  Θ ← Θ − η·(u + μ·M), in place. Nesterov as in ``torch.optim.SGD``: tests/test_equivalence.py.
+
+    Written as single elementwise operations: ``alpha=`` or a fused kernel would round differently elsewhere.
+    """
+    if momentum is None:
+        anchor.sub_(heard.mul(lr))
+        return
+    momentum.mul_(mu).add_(heard)
+    anchor.sub_(momentum.mul(mu).add_(heard).mul_(lr))
+
+
+def carried(anchor: Tensor, residual: Tensor | None, carry: float) -> Tensor:
+    """Θ − λ·E: where the replica's own weights start the next round."""
+    if residual is None or carry == 0.0:
+        return anchor
+    return anchor.sub(residual.mul(carry))
+
+
+@dataclass(frozen=True)
+class Mean:
+    """u = mean of the signals, used as it is: plain data parallelism."""
+
+    shared = ()
+    consensus = True
+    over_senders = False
+
+    def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
+        return {}
+
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:  # noqa: ARG002
+        return encode(signal)
+
+    def withdraw(self, state: State, sent: Sparse) -> None:
+        pass
+
+    def absorb(self, state: State, heard: Tensor) -> Tensor:  # noqa: ARG002
+        return heard
+
+    def settle(self, answer: Tensor) -> Tensor:
+        return answer
+
+
+@dataclass(frozen=True)
+class DeMo:
+    """Decoupled momentum on gradients (arXiv 2411.19870), one exchange per step:
+
+        M ← β·M + G;   send S = T_k(M);   M ← M − α·S;   step with sign(D⁻¹ u)
+
+    where u averages each coefficient over the replicas that sent it. Equals the transcription in
+    tests/test_transcriptions.py. The reference scales G by the learning rate; at a constant one the sign undoes it.
+    """
+
+    decay: float = 0.999
+    release: float = 1.0
+
+    shared = ()
+    consensus = True
+    over_senders = True
+
+    def __post_init__(self) -> None:
+        _within("decay", self.decay, 0.0, 1.0)
+        _within("release", self.release, 0.0, 1.0, above=True)
+
+    def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
+        return {"momentum": torch.zeros_like(weights)}
+
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:
+        return _accumulate_and_send(state["momentum"], signal, encode, self.decay, self.release)
+
+    def withdraw(self, state: State, sent: Sparse) -> None:
+        sent.add_to(state["momentum"], self.release)
+
+    def absorb(self, state: State, heard: Tensor) -> Tensor:  # noqa: ARG002
+        return heard
+
+    def settle(self, answer: Tensor) -> Tensor:
+        return answer.sign_()
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The one outer rule behind most methods: error feedback, carry and a shared Nesterov momentum.
+
+        E ← β·E + G;   send c = C(E);   E ← E − α·C⁻¹(c)
+        u = mean of what was heard;   M ← μ·M + u;   Θ ← Θ − η·(u + μ·M);   weights ← Θ − λ·E
+
+    Lossless and without carry this is DiLoCo (tests/test_equivalence.py); with μ = 0, λ = 0, β < 1 it is the error
+    feedback of SparseLoCo. With carry 1 the unsent part of the drift stays in the replica's own weights.
+    """
+
+    lr: float
+    momentum: float
+    decay: float = 1.0
+    carry: float = 0.0
+    release: float = 1.0
+
+    shared = ("anchor", "momentum")
+    consensus = True
+    over_senders = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.lr <= 10.0:
+            raise MethodError(f"lr={self.lr}: the outer learning rate is above 0, usually 0.5 to 1")
+        _within("momentum", self.momentum, 0.0, 1.0, below=True)
+        _within("decay", self.decay, 0.0, 1.0)
+        _within("carry", self.carry, 0.0, 1.0)
+        _within("release", self.release, 0.0, 1.0, above=True)
+
+    def begin(self, weights: Tensor, *, lossless: bool) -> State:
+        state = {"anchor": weights}
+        if self.momentum:
+            state["momentum"] = torch.zeros_like(weights)
+        if not (lossless and self.release == 1.0):  # otherwise every round sends all there is
+            state["residual"] = torch.zeros_like(weights)
+        return state
+
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:
+        if "residual" not in state:
+            return encode(signal)
+        return _accumulate_and_send(state["residual"], signal, encode, self.decay, self.release)
+
+    def withdraw(self, state: State, sent: Sparse) -> None:
+        if "residual" in state:
+            sent.add_to(state["residual"], self.release)
+
+    def absorb(self, state: State, heard: Tensor) -> Tensor:
+        momentum = state["momentum"] if self.momentum else None
+        outer_step(state["anchor"], momentum, heard, lr=self.lr, mu=self.momentum)
+        return carried(state["anchor"], state.get("residual"), self.carry)
+
+    def settle(self, answer: Tensor) -> Tensor:
+        return answer
+
+
+@dataclass(frozen=True)
+class Published:
+    """The paper authors' rule as in their code (arXiv 2510.03371), kept as a baseline. All of it private but u:
+
+        M_i ← d·M_i + G_i;   send S_i = T_k(M_i);   M_i ← M_i − S_i
+        u = mean of each coefficient over its senders;   M_i ← M_i + u;   Θ_i ← Θ_i − η·(G_i + d·M_i)
+
+    Every replica keeps an anchor of its own and nothing pulls them together: there is no consensus.
+    Equals the transcription in tests/test_transcriptions.py.
+    """
+
+    lr: float = 0.7
+    decay: float = 0.9
+
+    shared = ()
+    consensus = False
+    over_senders = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.lr <= 10.0:
+            raise MethodError(f"lr={self.lr}: the outer learning rate is above 0, usually 0.5 to 1")
+        _within("decay", self.decay, 0.0, 1.0)
+
+    def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
+        return {"anchor": weights, "momentum": torch.zeros_like(weights), "drift": torch.zeros_like(weights)}
+
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:
+        state["drift"].copy_(signal)
+        return _accumulate_and_send(state["momentum"], signal, encode, self.decay, 1.0)
+
+    def withdraw(self, state: State, sent: Sparse) -> None:
+        sent.add_to(state["momentum"])
+
+    def absorb(self, state: State, heard: Tensor) -> Tensor:
+        momentum = state["momentum"].add_(heard)
+        state["anchor"].sub_(momentum.mul(self.decay).add_(state["drift"]).mul_(self.lr))
+        return state["anchor"]
+
+    def settle(self, answer: Tensor) -> Tensor:
+        return answer
+
+
+def _accumulate_and_send(store: Tensor, signal: Tensor, encode: Encode, decay: float, release: float) -> Sparse:
+    """store ← decay · store + signal, then less ``release`` of what was really sent."""
+    store.mul_(decay).add_(signal)
+    sent = encode(store)
+    sent.add_to(store, -release)
+    return sent
+
+
+def _within(name: str, value: float, low: float, high: float, *, above: bool = False, below: bool = False) -> None:
+    """Refuse a number outside [low, high]; ``above`` and ``below`` exclude the ends."""
+    if not (low < value if above else low <= value) or not (value < high if below else value <= high):
+        brackets = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
+        raise MethodError(f"{name}={value}: must lie in {brackets}")

@@ -1,0 +1,148 @@
+"""Where a method's signal is read, and where the answer goes: the gradient, the drift of the weights, or nothing.
+
+A signal is bound to one replica's parameters and to the layout of the method's codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from overtone.layout import Layout
+
+Settle = Callable[[Tensor], Tensor]
+
+
+class Signal(Protocol):
+    """One replica's signal. ``inner_first``: the inner optimiser steps before the round, not after it."""
+
+    inner_first: bool
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None: ...
+
+    def begin(self) -> None:
+        """The weights are now where the first round starts."""
+        ...
+
+    def read(self, out: Tensor, *, scale: float = 1.0) -> Tensor:
+        """The signal's coefficients into ``out``; ``scale`` is the loss scale to take out of gradients."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """The signal tensor by tensor, for finding a culprit by name."""
+        ...
+
+    def write(self, coeffs: Tensor, settle: Settle, *, scale: float = 1.0) -> None:
+        """The rule's answer into the model."""
+        ...
+
+    def state(self) -> list[Tensor]:
+        """What must be saved to go on in the middle of a round."""
+        ...
+
+
+class Drift:
+    """Start of the round minus where the weights are now (the papers' pseudo-gradient, or outer gradient).
+
+    The start is kept in the weights' own type: measured against it, weights that did not move have no drift, also when
+    bf16 weights are a coarse image of an fp32 anchor.
+    """
+
+    inner_first = True
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+        self.weights = [p.detach() for p in parameters]
+        self.layout = layout
+        self.start: list[Tensor] = []
+
+    def begin(self) -> None:
+        self.start = [w.clone() for w in self.weights]
+
+    def read(self, out: Tensor, *, scale: float = 1.0) -> Tensor:  # noqa: ARG002
+        return self.layout.read(self.start, out, minus=self.weights)
+
+    def tensors(self) -> list[Tensor]:
+        return [start.float() - weight.float() for start, weight in zip(self.start, self.weights, strict=True)]
+
+    def write(self, coeffs: Tensor, settle: Settle, *, scale: float = 1.0) -> None:  # noqa: ARG002
+        self.layout.write(coeffs, self.weights)
+        for start, weight in zip(self.start, self.weights, strict=True):
+            settle(weight)
+            start.copy_(weight)
+
+    def state(self) -> list[Tensor]:
+        return self.start
+
+
+class Gradient:
+    """The gradient that backward left in the parameters; the answer replaces it, then the inner optimiser steps."""
+
+    inner_first = False
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+        self.parameters = list(parameters)
+        self.layout = layout
+
+    def begin(self) -> None:
+        pass
+
+    def read(self, out: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.layout.read(self.tensors(), out)
+        return out if scale == 1.0 else out.div_(scale)
+
+    def tensors(self) -> list[Tensor]:
+        return [_dense_gradient(p) for p in self.parameters]
+
+    def write(self, coeffs: Tensor, settle: Settle, *, scale: float = 1.0) -> None:
+        answers = [_place_for(p) for p in self.parameters]
+        self.layout.write(coeffs, answers)
+        for p, answer in zip(self.parameters, answers, strict=True):
+            settle(answer)
+            if scale != 1.0:
+                answer.mul_(scale)
+            if answer is p.grad or (p.grad is None and not bool(answer.any())):
+                continue  # in place already; or unused on every replica, and optimisers must go on skipping it
+            p.grad = answer.to(p.dtype)
+
+    def state(self) -> list[Tensor]:
+        return []
+
+
+class Silence:
+    """No signal: the replica never speaks."""
+
+    inner_first = True
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def read(self, out: Tensor, *, scale: float = 1.0) -> Tensor:  # noqa: ARG002
+        return out
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def write(self, coeffs: Tensor, settle: Settle, *, scale: float = 1.0) -> None:
+        pass
+
+    def state(self) -> list[Tensor]:
+        return []
+
+
+def _dense_gradient(p: nn.Parameter) -> Tensor:
+    if p.grad is None:
+        return torch.zeros_like(p, memory_format=torch.contiguous_format)
+    return p.grad.to_dense() if p.grad.is_sparse else p.grad
+
+
+def _place_for(p: nn.Parameter) -> Tensor:
+    """Where to put an answer: the gradient itself if it is dense and exact enough, else a new fp32 tensor."""
+    if p.grad is not None and p.grad.dtype == torch.float32 and not p.grad.is_sparse:
+        return p.grad
+    return torch.empty(p.shape, dtype=torch.float32, device=p.device)

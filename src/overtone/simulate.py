@@ -1,0 +1,323 @@
+"""K virtual replicas in one process on a virtual network: no ports, no threads, the same code path as a real run.
+
+`Cluster` holds K replicas and carries their talks in lockstep: everybody's half of an exchange is laid on a `Table`
+before anybody picks up the answer. A virtual clock turns the bytes of the ledger into seconds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from overtone.errors import OvertoneError
+from overtone.exchange import Broadcast, Exchange, Gather, Sum, Talk
+from overtone.inner import Closure
+from overtone.methods import Method
+from overtone.replica import Replica, Round
+from overtone.transport import SIZE_BYTES, Ledger
+
+T = TypeVar("T")
+
+Build = Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A replica's connection to the others: bits per second each way, and seconds until the first bit arrives."""
+
+    bandwidth: float = 1e9  # upload, bit/s
+    latency: float = 0.0
+    download: float | None = None  # bit/s; None: as upload
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "download"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise OvertoneError(f"{name}={value}: bits per second, above 0")
+        if not self.latency >= 0:
+            raise OvertoneError(f"latency={self.latency}: seconds, 0 or more")
+
+    def seconds(self, sent: int, received: int, hops: int) -> float:
+        """Time for this replica's share of an exchange that passes ``hops`` messages one after another."""
+        up = 8 * sent / self.bandwidth
+        down = 8 * received / (self.download or self.bandwidth)
+        return hops * self.latency + max(up, down)
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Replica ``rank`` takes no part in rounds ``leaves`` to ``returns`` − 1, then rejoins from a peer's anchor."""
+
+    rank: int
+    leaves: int
+    returns: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.leaves < self.returns:
+            raise OvertoneError(
+                f"absence of rank {self.rank}: leaves={self.leaves} must come before returns={self.returns}"
+            )
+
+    def covers(self, index: int) -> bool:
+        return self.leaves <= index < self.returns
+
+
+@dataclass
+class Table:
+    """What the replicas of one exchange have laid down, by rank."""
+
+    peers: list[int] = field(default_factory=list)  # who takes part in the conversation
+    laid: dict[int, Exchange] = field(default_factory=dict)
+    total: Tensor | None = None  # the sum is worked out once, not once per replica
+
+
+class Seat:
+    """One replica's transport inside the cluster: picks up what lies on the table."""
+
+    def __init__(self, rank: int, size: int, table: Table) -> None:
+        self.rank = rank
+        self.size = size
+        self.table = table
+        self.ledger = Ledger()
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return self.table.peers
+
+    def _laid(self, kind: type[T]) -> list[T]:
+        laid = [self.table.laid[rank] for rank in self.peers] if self.rank in self.table.laid else []
+        found: list[T] = [exchange for exchange in laid if isinstance(exchange, kind)]
+        if not found or len(found) < len(laid):
+            raise OvertoneError(
+                f"replica {self.rank} of a cluster cannot exchange by itself; call step() and finish() on the Cluster"
+            )
+        return found
+
+    def gather(self, message: bytes) -> list[bytes]:  # noqa: ARG002
+        messages = [laid.message for laid in self._laid(Gather)]
+        # As a real gather does: sizes first, then buffers of one length.
+        longest = max(map(len, messages))
+        self.ledger.gathered(SIZE_BYTES, len(messages))
+        self.ledger.gathered(longest, len(messages))
+        return [message.ljust(longest, b"\0") for message in messages]
+
+    def sum(self, buffer: Tensor) -> Tensor:
+        laid = self._laid(Sum)
+        if self.table.total is None:
+            total = laid[0].buffer.clone()
+            for other in laid[1:]:
+                total.add_(other.buffer)
+            self.table.total = total
+        self.ledger.summed(buffer.numel() * buffer.element_size(), len(laid))
+        return self.table.total.clone()
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        source = self._laid(Broadcast)[0].tensors
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        if self.rank == self.peers[0]:
+            self.ledger.now.sent += size
+            return
+        self.ledger.now.received += size
+        for mine, theirs in zip(tensors, source, strict=True):
+            mine.detach().copy_(theirs.detach())
+
+
+class Cluster:
+    """K replicas in lockstep.
+
+    ``build(rank)`` makes one replica's model and inner optimiser. Every replica has random states of its own, seeded by
+    ``seed`` and rank, that are in force whenever it has its turn. ``links`` and ``step_seconds`` are one for all, or one
+    per replica (asymmetric links, stragglers); ``absences`` is churn.
+
+        for replica in cluster.turns():
+            loss(replica.model, shard[replica.transport.rank]).backward()
+        cluster.step()
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        method: Method,
+        *,
+        replicas: int,
+        links: Link | Sequence[Link] = Link(),  # noqa: B008 (frozen)
+        step_seconds: float | Sequence[float] = 0.0,
+        absences: Sequence[Absence] = (),
+        seed: int = 0,
+        buffers: str = "shared",
+    ) -> None:
+        if replicas < 1:
+            raise OvertoneError(f"replicas={replicas}: a cluster has at least one")
+        self.links = _one_each("links", links, replicas, Link)
+        self.step_seconds = _one_each("step_seconds", step_seconds, replicas, float)
+        self.absences = tuple(absences)
+        for absence in self.absences:
+            if not 0 <= absence.rank < replicas:
+                raise OvertoneError(f"absence of rank {absence.rank}: there are ranks 0 to {replicas - 1}")
+        self.clock = 0.0  # virtual seconds since the start
+        self._busy = [0.0] * replicas  # virtual time up to which each replica has computed
+        self._random = [_Randomness(seed * 1_000_003 + rank) for rank in range(replicas)]
+        self.table = Table()
+        self.replicas: list[Replica] = []
+        for rank in range(replicas):
+            with self._random[rank]:
+                model, inner = build(rank)
+                seat = Seat(rank, replicas, self.table)
+                self.replicas.append(Replica(model, inner, method, seat, buffers=buffers, join=False))
+        self.method = method
+        self.rounds = 0
+        self._converse({rank: replica.joining() for rank, replica in enumerate(self.replicas)})
+
+    def present(self) -> list[Replica]:
+        """The replicas that take part now."""
+        away = {absence.rank for absence in self.absences if absence.covers(self.rounds)}
+        here = [replica for rank, replica in enumerate(self.replicas) if rank not in away]
+        if not here:
+            raise OvertoneError(f"round {self.rounds}: every replica is absent; somebody must keep the anchor")
+        return here
+
+    def turns(self) -> Iterator[Replica]:
+        """Each present replica in turn, with its own random state in force."""
+        for replica in self.present():
+            with self._random[replica.transport.rank]:
+                yield replica
+
+    def step(
+        self,
+        *,
+        clip: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        closure: Closure | None = None,
+    ) -> list[Round]:
+        """`Replica.step` for all present replicas; one record per replica if this step ended in a round."""
+        due = []
+        for replica in self.turns():
+            rank = replica.transport.rank
+            self._busy[rank] += self.step_seconds[rank]
+            due.append(replica.local_step(clip=clip, scaler=scaler, closure=closure))
+        if not all(due):
+            self.clock = max(self.clock, *(self._busy[r.transport.rank] for r in self.present()))
+            return []
+        rounds = self._converse({r.transport.rank: r.rounding() for r in self.present()})
+        self._advance()
+        return rounds
+
+    def finish(self) -> list[list[Round]]:
+        """`Replica.finish` for all; absent replicas come back first, so that all end with the same weights."""
+        for absence in self.absences:
+            if absence.covers(self.rounds):
+                self._rejoin(absence.rank)
+        self.absences = ()
+        return self._converse({rank: replica.finishing() for rank, replica in enumerate(self.replicas)})
+
+    def _advance(self) -> None:
+        """The round is over: whoever is due back rejoins from the anchor of a replica that was present."""
+        self.rounds += 1
+        for absence in self.absences:
+            if absence.returns == self.rounds:
+                self._rejoin(absence.rank)
+
+    def _rejoin(self, rank: int) -> None:
+        away = {
+            absence.rank for absence in self.absences if absence.covers(self.rounds) or absence.returns == self.rounds
+        }
+        peer = next(r for r in self.replicas if r.transport.rank not in away)
+        tensors = peer.shared_tensors()
+        self.replicas[rank].adopt(tensors, steps=peer.steps, rounds=peer.rounds)
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        self.replicas[rank].transport.ledger.now.received += size
+        peer.transport.ledger.now.sent += size
+        up, down = self.links[peer.transport.rank], self.links[rank]
+        self._busy[rank] = self.clock + max(up.seconds(size, 0, 1), down.seconds(0, size, 1))
+
+    def _converse(self, talks: Mapping[int, Talk[T]]) -> list[T]:
+        """Carry all talks to their end, one exchange of everybody at a time."""
+        self.table.peers = sorted(talks)
+        results: dict[int, T] = {}
+        heard: dict[int, object] = dict.fromkeys(talks)
+        while len(results) < len(talks):
+            self.table.laid.clear()
+            self.table.total = None
+            for rank, talk in talks.items():
+                try:
+                    self.table.laid[rank] = talk.send(heard[rank])
+                except StopIteration as end:
+                    results[rank] = end.value
+            if self.table.laid and results:
+                raise OvertoneError(
+                    f"ranks {sorted(results)} ended the conversation, ranks {sorted(self.table.laid)} did not"
+                )
+            if self.table.laid:
+                heard = self._carry()
+        return [results[rank] for rank in talks]
+
+    def _carry(self) -> dict[int, object]:
+        """One exchange: everybody picks up the answer, and the clock moves by what the slowest needs."""
+        ranks = sorted(self.table.laid)
+        seats = {rank: self.replicas[rank].transport for rank in ranks}
+        before = {rank: (seats[rank].ledger.now.sent, seats[rank].ledger.now.received) for rank in ranks}
+        heard: dict[int, object] = {rank: self.table.laid[rank].carry(seats[rank]) for rank in ranks}
+        hops = 2 * (len(ranks) - 1) if isinstance(self.table.laid[ranks[0]], Sum) else min(1, len(ranks) - 1)
+        begin = max(self._busy[rank] for rank in ranks)  # an exchange waits for the slowest replica
+        end = begin + max(
+            self.links[rank].seconds(
+                seats[rank].ledger.now.sent - before[rank][0],
+                seats[rank].ledger.now.received - before[rank][1],
+                hops,
+            )
+            for rank in ranks
+        )
+        for rank in ranks:
+            seats[rank].ledger.now.waiting += end - self._busy[rank]
+            self._busy[rank] = end
+        self.clock = max(self.clock, end)
+        return heard
+
+
+class _Randomness:
+    """One replica's random states, swapped in for its turn."""
+
+    def __init__(self, seed: int) -> None:
+        with torch.random.fork_rng(devices=_gpus()):
+            torch.manual_seed(seed)
+            self.torch = torch.get_rng_state()
+            self.cuda = torch.cuda.get_rng_state_all() if _gpus() else []
+        self.python = random.Random(seed).getstate()
+
+    def __enter__(self) -> None:
+        self.outside = (
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state_all() if _gpus() else [],
+            random.getstate(),
+        )
+        self._set(self.torch, self.cuda, self.python)
+
+    def __exit__(self, *exc: object) -> None:
+        self.torch, self.python = torch.get_rng_state(), random.getstate()
+        self.cuda = torch.cuda.get_rng_state_all() if _gpus() else []
+        self._set(*self.outside)
+
+    @staticmethod
+    def _set(cpu: Tensor, gpus: list[Tensor], python: tuple[object, ...]) -> None:
+        torch.set_rng_state(cpu)
+        random.setstate(python)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
+
+
+def _gpus() -> list[int]:
+    return list(range(torch.cuda.device_count()))
+
+
+def _one_each(name: str, value: T | Sequence[T], count: int, kind: type) -> list[T]:
+    """One value for all, or a sequence with one for each."""
+    if isinstance(value, kind) or not isinstance(value, Sequence):
+        return [value] * count  # type: ignore[list-item]
+    if len(value) != count:
+        raise OvertoneError(f"{name}: {len(value)} given for {count} replicas; give one for all, or one each")
+    return list(value)
