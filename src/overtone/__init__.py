@@ -22,8 +22,9 @@ from overtone.methods import (
     published,
     sparse_loco,
 )
+from overtone.network import Absence, Link
 from overtone.replica import Replica, Round
-from overtone.simulate import Absence, Cluster, Link
+from overtone.simulate import Cluster
 from overtone.transport import Ledger, Solo, Torch
 from overtone.version import __version__
 

@@ -63,11 +63,26 @@ def _first(differences: Sequence[str], most: int = 3) -> str:
     return "; ".join(differences[:most]) + more
 
 
-def compare_fingerprints(what: str, prints: Mapping[int, bytes], *, way_out: str) -> None:
-    """Refuse replicas that hold different numbers; ``prints`` maps rank to fingerprint."""
-    if len(set(prints.values())) > 1:
-        camps = _camps({rank: value.hex() for rank, value in prints.items()})
-        raise MismatchError(f"{what} differ between replicas: {camps}. {way_out}")
+def compare_initial_weights(ranks: Sequence[int], prints: Sequence[bytes]) -> None:
+    way_out = "They were broadcast and did not arrive as sent: suspect network or memory of the odd one out"
+    _compare("the initial weights", ranks, prints, way_out)
+
+
+def compare_anchors(index: int, ranks: Sequence[int], prints: Sequence[bytes]) -> None:
+    way_out = "The replicas no longer train one model: restart all of them from one checkpoint"
+    _compare(f"round {index}: the anchors that the replicas start it from", ranks, prints, way_out)
+
+
+def compare_counters(index: int, ranks: Sequence[int], prints: Sequence[bytes], names: Sequence[str]) -> None:
+    way_out = 'Make them equal on all replicas, or build the Replica with buffers="private"'
+    _compare(f"round {index}: the integer buffers ({', '.join(names)})", ranks, prints, way_out)
+
+
+def _compare(what: str, ranks: Sequence[int], prints: Sequence[bytes], way_out: str) -> None:
+    """Refuse replicas that hold different numbers."""
+    if len(set(prints)) > 1:
+        camps = _camps({rank: value.hex() for rank, value in zip(ranks, prints, strict=True)})
+        raise MismatchError(f"{what} differ: {camps}. {way_out}")
 
 
 def _outline(tensor: Tensor) -> str:

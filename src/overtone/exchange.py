@@ -152,7 +152,7 @@ class Summed:
     def mean(
         self,
         bodies: list[Tensor],
-        codec: Codec,
+        codec: Codec,  # noqa: ARG002
         buffers: Buffers,
         *,
         over_senders: bool,  # noqa: ARG002

@@ -31,10 +31,8 @@ def _weights(device: torch.device) -> Tensor:
 def of_tensor(tensor: Tensor) -> int:
     """Σ over lanes of weight · Σ of the lane's 32-bit words, modulo 2**64; then the length is mixed in."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if tensor.element_size() % 4 == 0:
-        words = raw.view(torch.int32)
-    else:  # narrow types: widen rather than pad
-        words = raw.to(torch.int32)
+    # Narrow types are widened rather than padded.
+    words = raw.view(torch.int32) if tensor.element_size() % 4 == 0 else raw.to(torch.int32)
     weights = _weights(raw.device)
     whole = words.numel() // _LANES * _LANES
     lanes = words[:whole].view(-1, _LANES).sum(dim=0, dtype=torch.int64)

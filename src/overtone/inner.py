@@ -40,8 +40,8 @@ class InnerStep:
             raise ModelError(f"closure: {method} exchanges gradients before the inner step; a closure would undo that")
         if self.scaler is not None and _is_unscaled(self.scaler, self.inner):
             raise ModelError(
-                f"scaler: unscaled before the exchange, so an overflow on one rank would not be seen by {method} on the "
-                "others; leave out scaler.unscale_() and pass step(scaler=scaler, clip=...)"
+                f"scaler: was unscaled before the exchange, so {method} would not see on one rank that another "
+                "overflowed; leave out scaler.unscale_() and pass step(scaler=scaler, clip=...)"
             )
 
     def take(self) -> None:

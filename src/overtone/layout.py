@@ -175,5 +175,4 @@ def _place(chunks: Tensor, group: Group, patch: Patch) -> Tensor:
 
 
 def _slabs(chunks: Tensor, group: Group) -> Iterator[Tensor]:
-    for slab in chunks.view(-1, group.h, group.w).split(max(1, SLAB // group.area)):
-        yield slab
+    yield from chunks.view(-1, group.h, group.w).split(max(1, SLAB // group.area))

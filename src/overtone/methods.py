@@ -43,7 +43,8 @@ class Method:
 
     def draining(self) -> Method:
         """The row for the last messages: every coefficient at one bit, step 1, no momentum."""
-        assert isinstance(self.rule, Outer) and isinstance(self.codec, TopK)
+        assert isinstance(self.rule, Outer)
+        assert isinstance(self.codec, TopK)
         rule = replace(self.rule, lr=1.0, momentum=0.0, decay=1.0, release=1.0)
         return replace(self, rule=rule, codec=self.codec.whole)
 
@@ -62,8 +63,7 @@ class Method:
 
 
 def _fields(numbers: object) -> dict[str, object]:
-    assert dataclasses.is_dataclass(numbers) and not isinstance(numbers, type)
-    return dataclasses.asdict(numbers)
+    return {f.name: getattr(numbers, f.name) for f in dataclasses.fields(numbers)}  # type: ignore[arg-type]
 
 
 def alone() -> Method:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from overtone import agreement, fingerprint
 from overtone.buffers import Buffers
 from overtone.codec import Sparse
-from overtone.errors import ModelError, OvertoneError, PeerError, StateError
+from overtone.errors import OvertoneError, PeerError, StateError
 from overtone.exchange import Broadcast, Exchange, Gather, Talk, hold, pattern_for
 from overtone.inner import Closure, InnerStep
 from overtone.methods import Method, decoupled
+from overtone.parameters import Parameters
 from overtone.transport import Count, Transport, connect
 from overtone.wire import Expected, Header, Kind
 
@@ -85,16 +86,14 @@ class Replica:
         self.rounds = 0
         self.steps_at_round = 0  # value of `steps` at the last round
         self.state: dict[str, Tensor] = {}  # the rule's: anchor, momentum, residual, as flat coefficients
-        self.parameters = {_plain_name(name): p for name, p in model.named_parameters()}
-        self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        _check_model(self.parameters, self.trainable, inner)
+        self.parameters = Parameters(model, inner)
         self.buffers = Buffers(model, buffers)
-        exchanged = list(self.trainable.values())
+        exchanged = self.parameters.exchanged
         self.device = exchanged[0].device
         self.layout = self.method.codec.layout([p.shape for p in exchanged])
         self._signal = self.method.signal(exchanged, self.layout)
         self._pattern = pattern_for(self.method.codec, self.layout, self.transport, self.device)
-        self._about = agreement.introduction(self.method, self.parameters, dict(model.named_buffers()))
+        self._about = agreement.introduction(self.method, self.parameters.all, dict(model.named_buffers()))
         self._schema = agreement.schema_of(self._about)
         self._inner_step = InnerStep(inner, exchanged)
         self._pending: _Pending | None = None
@@ -102,6 +101,11 @@ class Replica:
         self._fingerprint = bytes(8)
         if join:
             hold(self.joining(), self.transport)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the anchor as it is now; equal on every replica if the method has consensus."""
+        return fingerprint.of_tensors(self._shared()).hex()
 
     # -- the user's verbs ------------------------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ class Replica:
 
         Without consensus nothing is shared, and the replica's own weights stay.
         """
-        shared = [p.detach() for p in self.trainable.values()] if "anchor" in self.state else []
+        shared = self.parameters.tensors if "anchor" in self.state else []
         floats = self.buffers.tensors()[: len(self.buffers.floats)]
         own = [t.clone() for t in (*shared, *floats)]
         if self.method.consensus:
@@ -162,7 +166,7 @@ class Replica:
 
         Where gradients are exchanged the inner optimiser has to wait for the round: `absorb` steps it.
         """
-        self._inner_step = InnerStep(self.inner, list(self.trainable.values()), clip, scaler, closure)
+        self._inner_step = InnerStep(self.inner, self.parameters.exchanged, clip, scaler, closure)
         if self._signal.inner_first:
             self._inner_step.take()
         else:
@@ -180,7 +184,7 @@ class Replica:
         method = method or self.method
         begin = time.perf_counter()
         before = copy.copy(self.transport.ledger.now)
-        self._check_frozen()
+        self.parameters.check_frozen()
         signal = self._signal.read(self._scratch, scale=self._loss_scale())
         norm = _norm(signal)
         payload: Any = None
@@ -195,7 +199,8 @@ class Replica:
             sent = method.rule.propose(self.state, signal, encode)
             exchange = self._pattern.pack(self._header(Kind.ROUND), payload, self.buffers)
         else:
-            why = self._culprit()
+            kind_of_signal = type(self._signal).__name__.lower()
+            why = self.parameters.culprit(kind_of_signal, self._signal.tensors(), self.steps)
             kind = Kind.ABSTAIN if self._may_abstain() else Kind.FAILURE
             exchange = self._pattern.refuse(self._header(kind), why, self.buffers)
         self._pending = _Pending(method, sent, why, norm, time.perf_counter() - begin, before)
@@ -250,20 +255,16 @@ class Replica:
         peers = self.transport.peers
         heard = yield Gather(json.dumps(self._about).encode())
         agreement.compare_introductions(dict(zip(peers, heard, strict=True)))
-        yield Broadcast([*self.parameters.values(), *self.buffers.tensors()])
+        yield Broadcast([*self.parameters.all.values(), *self.buffers.tensors()])
         self.buffers.remember()
         self._signal.begin()
         self._scratch = self.layout.empty(self.device)
-        weights = self.layout.read([p.detach() for p in self.trainable.values()], self._scratch).clone()
+        weights = self.layout.read(self.parameters.tensors, self._scratch).clone()
         self.state = self.method.rule.begin(weights, lossless=self.method.codec.lossless)
         self._fingerprint = fingerprint.of_tensors(self._shared())
-        held = fingerprint.of_tensors([*self.parameters.values(), *self.buffers.tensors()])
+        held = fingerprint.of_tensors([*self.parameters.all.values(), *self.buffers.tensors()])
         heard = yield Gather(held + self._fingerprint)
-        agreement.compare_fingerprints(
-            "the initial weights",
-            {rank: h[:8] for rank, h in zip(peers, heard, strict=True)},
-            way_out="They were broadcast and did not arrive as sent: suspect the network or the memory of the odd one out",
-        )
+        agreement.compare_initial_weights(peers, [h[:8] for h in heard])
         if self.method.consensus and len({h[8:16] for h in heard}) > 1:
             # Equal weights, unequal coefficients: the hosts round the transform differently. Rank 0's count.
             yield Broadcast(self._shared())
@@ -282,13 +283,14 @@ class Replica:
             rounds.append((yield from self.rounding()))
         if "residual" in self.state:
             for _ in range(self.method.drain):
-                rounds.append((yield from self.rounding(self.method.draining())))
+                last = yield from self.rounding(self.method.draining())
+                rounds.append(last)
             self.state["residual"].zero_()
         if self.method.consensus:
             if "anchor" in self.state:
                 self._signal.write(self.state["anchor"], self.method.rule.settle)
             heard = yield Gather(self._fingerprint)
-            self._compare_anchors([h[:8] for h in heard], self.transport.peers)
+            agreement.compare_anchors(self.rounds, self.transport.peers, [h[:8] for h in heard])
         ledger.phase = "rounds"
         return rounds
 
@@ -331,8 +333,7 @@ class Replica:
             ) from error
 
     def shared_tensors(self) -> list[Tensor]:
-        """What a newcomer must take over to train the same model: the anchor (or the weights where they are the anchor),
-        what else the rule shares, and the buffers."""
+        """What a newcomer takes over: the anchor (or the weights that serve as one), what else is shared, buffers."""
         also = [self.state[name] for name in self.method.rule.shared if name in self.state and name != "anchor"]
         return [*self._shared(), *also, *self.buffers.tensors()]
 
@@ -353,7 +354,7 @@ class Replica:
 
     def _shared(self) -> list[Tensor]:
         """What a fingerprint is taken of: the anchor, or the weights where they are the anchor."""
-        return [self.state["anchor"]] if "anchor" in self.state else [p.detach() for p in self.trainable.values()]
+        return [self.state["anchor"]] if "anchor" in self.state else self.parameters.tensors
 
     def _header(self, kind: Kind) -> Header:
         anchor = self._fingerprint if self.method.consensus else bytes(8)
@@ -370,20 +371,9 @@ class Replica:
                 why = pending.why if header.sender == self.transport.rank else _text(told)
                 raise PeerError(f"round {self.rounds}: rank {header.sender} could not take part: {why}")
         ranks = [header.sender for header in headers]
-        self._compare_anchors([header.anchor for header in headers], ranks)
-        agreement.compare_fingerprints(
-            f"round {self.rounds}: integer buffers ({', '.join(self.buffers.counters)})",
-            {header.sender: header.counters for header in headers},
-            way_out='Make them equal on all replicas, or build the Replica with buffers="private"',
-        )
+        agreement.compare_anchors(self.rounds, ranks, [header.anchor for header in headers])
+        agreement.compare_counters(self.rounds, ranks, [header.counters for header in headers], self.buffers.counters)
         return [] if any(header.kind is Kind.ABSTAIN for header in headers) else bodies
-
-    def _compare_anchors(self, prints: list[bytes], ranks: Any) -> None:
-        agreement.compare_fingerprints(
-            f"round {self.rounds}: the anchors after the round before",
-            dict(zip(ranks, prints, strict=True)),
-            way_out="The replicas no longer train one model: restart from the last checkpoint they share",
-        )
 
     def _withdraw(self, pending: _Pending) -> None:
         if pending.sent is not None:
@@ -398,26 +388,10 @@ class Replica:
 
     def _spoil_gradient(self) -> None:
         """Somebody's gradient overflowed: let this replica's scaler find an infinity too, so that all skip alike."""
-        for p in self.trainable.values():
+        for p in self.parameters.exchanged:
             if p.grad is not None:
                 p.grad.fill_(math.inf)
                 return
-
-    def _check_frozen(self) -> None:
-        for name, p in self.parameters.items():
-            if p.requires_grad and name not in self.trainable:
-                raise ModelError(f"parameter {name}: became trainable after the Replica was built; unfreeze it before")
-
-    def _culprit(self) -> str:
-        signal = type(self._signal).__name__.lower()
-        for name, tensor in zip(self.trainable, self._signal.tensors(), strict=True):
-            bad = int((~torch.isfinite(tensor)).sum())
-            if bad:
-                return (
-                    f"the {signal} of parameter {name} has {bad} of {tensor.numel()} values that are not finite at step "
-                    f"{self.steps}; lower the learning rate or clip the gradient, and go on from a checkpoint"
-                )
-        return f"the {signal} is too large for fp32 at step {self.steps}; lower the learning rate"
 
 
 def _norm(flat: Tensor) -> float:
@@ -427,27 +401,3 @@ def _norm(flat: Tensor) -> float:
 
 def _text(raw: Any) -> str:
     return raw.decode(errors="replace") if isinstance(raw, bytes) and raw else "its own log says why"
-
-
-def _plain_name(name: str) -> str:
-    """The name without what `torch.compile` puts before it, so that compiled and plain replicas can meet."""
-    return name.replace("_orig_mod.", "")
-
-
-def _check_model(
-    parameters: Mapping[str, nn.Parameter],
-    trainable: Mapping[str, nn.Parameter],
-    inner: torch.optim.Optimizer,
-) -> None:
-    if not trainable:
-        raise ModelError("model: no parameter requires a gradient, so there is nothing to train or exchange")
-    for name, p in parameters.items():
-        if p.is_meta:
-            raise ModelError(f"parameter {name}: on the meta device; materialise the model before building the Replica")
-        if not p.is_floating_point():
-            raise ModelError(
-                f"parameter {name}: of type {p.dtype}; only real floating-point parameters can be exchanged"
-            )
-    held = {id(p) for group in inner.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in trainable.values()):
-        raise ModelError("inner: the optimiser holds none of the model's parameters; build it from this model's own")

@@ -6,7 +6,6 @@ before anybody picks up the answer. A virtual clock turns the bytes of the ledge
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,53 +17,14 @@ from overtone.errors import OvertoneError
 from overtone.exchange import Broadcast, Exchange, Gather, Sum, Talk
 from overtone.inner import Closure
 from overtone.methods import Method
+from overtone.network import Absence, Link
+from overtone.randomness import Randomness
 from overtone.replica import Replica, Round
 from overtone.transport import SIZE_BYTES, Ledger
 
 T = TypeVar("T")
 
 Build = Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]
-
-
-@dataclass(frozen=True)
-class Link:
-    """A replica's connection to the others: bits per second each way, and seconds until the first bit arrives."""
-
-    bandwidth: float = 1e9  # upload, bit/s
-    latency: float = 0.0
-    download: float | None = None  # bit/s; None: as upload
-
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "download"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise OvertoneError(f"{name}={value}: bits per second, above 0")
-        if not self.latency >= 0:
-            raise OvertoneError(f"latency={self.latency}: seconds, 0 or more")
-
-    def seconds(self, sent: int, received: int, hops: int) -> float:
-        """Time for this replica's share of an exchange that passes ``hops`` messages one after another."""
-        up = 8 * sent / self.bandwidth
-        down = 8 * received / (self.download or self.bandwidth)
-        return hops * self.latency + max(up, down)
-
-
-@dataclass(frozen=True)
-class Absence:
-    """Replica ``rank`` takes no part in rounds ``leaves`` to ``returns`` − 1, then rejoins from a peer's anchor."""
-
-    rank: int
-    leaves: int
-    returns: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.leaves < self.returns:
-            raise OvertoneError(
-                f"absence of rank {self.rank}: leaves={self.leaves} must come before returns={self.returns}"
-            )
-
-    def covers(self, index: int) -> bool:
-        return self.leaves <= index < self.returns
 
 
 @dataclass
@@ -130,9 +90,9 @@ class Seat:
 class Cluster:
     """K replicas in lockstep.
 
-    ``build(rank)`` makes one replica's model and inner optimiser. Every replica has random states of its own, seeded by
-    ``seed`` and rank, that are in force whenever it has its turn. ``links`` and ``step_seconds`` are one for all, or one
-    per replica (asymmetric links, stragglers); ``absences`` is churn.
+    ``build(rank)`` makes one replica's model and inner optimiser. Every replica has random states of its own, seeded
+    by ``seed`` and rank, that are in force whenever it has its turn. ``links`` and ``step_seconds`` are one for all, or
+    one per replica (asymmetric links, stragglers); ``absences`` is churn.
 
         for replica in cluster.turns():
             loss(replica.model, shard[replica.transport.rank]).backward()
@@ -161,7 +121,7 @@ class Cluster:
                 raise OvertoneError(f"absence of rank {absence.rank}: there are ranks 0 to {replicas - 1}")
         self.clock = 0.0  # virtual seconds since the start
         self._busy = [0.0] * replicas  # virtual time up to which each replica has computed
-        self._random = [_Randomness(seed * 1_000_003 + rank) for rank in range(replicas)]
+        self._random = [Randomness(seed * 1_000_003 + rank) for rank in range(replicas)]
         self.table = Table()
         self.replicas: list[Replica] = []
         for rank in range(replicas):
@@ -277,41 +237,6 @@ class Cluster:
             self._busy[rank] = end
         self.clock = max(self.clock, end)
         return heard
-
-
-class _Randomness:
-    """One replica's random states, swapped in for its turn."""
-
-    def __init__(self, seed: int) -> None:
-        with torch.random.fork_rng(devices=_gpus()):
-            torch.manual_seed(seed)
-            self.torch = torch.get_rng_state()
-            self.cuda = torch.cuda.get_rng_state_all() if _gpus() else []
-        self.python = random.Random(seed).getstate()
-
-    def __enter__(self) -> None:
-        self.outside = (
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state_all() if _gpus() else [],
-            random.getstate(),
-        )
-        self._set(self.torch, self.cuda, self.python)
-
-    def __exit__(self, *exc: object) -> None:
-        self.torch, self.python = torch.get_rng_state(), random.getstate()
-        self.cuda = torch.cuda.get_rng_state_all() if _gpus() else []
-        self._set(*self.outside)
-
-    @staticmethod
-    def _set(cpu: Tensor, gpus: list[Tensor], python: tuple[object, ...]) -> None:
-        torch.set_rng_state(cpu)
-        random.setstate(python)
-        if gpus:
-            torch.cuda.set_rng_state_all(gpus)
-
-
-def _gpus() -> list[int]:
-    return list(range(torch.cuda.device_count()))
 
 
 def _one_each(name: str, value: T | Sequence[T], count: int, kind: type) -> list[T]:

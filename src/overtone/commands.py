@@ -1,0 +1,119 @@
+"""What each command of `overtone` does. A command is a dataclass of flags and a function that runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import singledispatch
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from overtone import compare
+from overtone import train as training
+from overtone.config import ConfigError, Simulation
+
+err = Console(stderr=True)
+out = Console()
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Five methods on one small task, in two minutes: what the bytes buy."""
+
+    steps: int = compare.DEMO.training.steps
+    """Local steps of every replica."""
+    json: Path | None = None
+    """Write all results here, as a JSON list."""
+
+
+Command = Annotated[Simulation, tyro.conf.subcommand("simulate")] | Annotated[Demo, tyro.conf.subcommand("demo")]
+
+
+@singledispatch
+def run(command: object) -> None:
+    raise TypeError(f"no such command: {command!r}")
+
+
+@run.register
+def _(command: Simulation) -> None:
+    _one_thread()
+    if command.json is not None:
+        _check_writable(command.json)
+    with _bar() as bar:
+        task = bar.add_task(command.choice.method, total=command.training.steps, note="")
+        result = training.simulate(
+            command, lambda step, loss: bar.update(task, completed=step, note=f"loss {loss:.3f}")
+        )
+    if command.json is not None:
+        write_json(command.json, result)
+    out.print(compare.summary(result))
+
+
+@run.register
+def _(command: Demo) -> None:
+    _one_thread()
+    if command.json is not None:
+        _check_writable(command.json)
+    results = []
+    configs = compare.demo_configs(command.steps)
+    with _bar() as bar:
+        tasks = {name: bar.add_task(name, total=command.steps, note="waiting") for name in configs}
+        for name, config in configs.items():
+            results.append(training.simulate(config, _shown(bar, tasks[name])))
+    if command.json is not None:
+        write_json(command.json, results)
+    out.print(compare.headline(results[0]))
+    out.print(compare.table(results))
+    out.print(compare.DEMO_LEGEND)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all: written beside, then renamed."""
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(value, file, indent=2)
+            file.write("\n")
+        Path(beside).replace(path)
+    except OSError as error:
+        Path(beside).unlink(missing_ok=True)
+        raise ConfigError(f"json {path}: {error.strerror}; the result was not written") from error
+
+
+def _check_writable(path: Path) -> None:
+    """Before an hour of work, not after it."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"json {path}: there is no directory {path.parent}; create it first")
+    if path.is_dir():
+        raise ConfigError(f"json {path}: is a directory; give the name of a file")
+
+
+def _one_thread() -> None:
+    """Small models are slower on two threads than on one, and one thread makes a run repeatable on any machine."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def _shown(bar: Progress, task: TaskID) -> training.Progress:
+    return lambda step, loss: bar.update(task, completed=step, note=f"loss {loss:.3f}")
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, TimeRemainingColumn(), console=err, disable=not err.is_terminal) as bar:
+        yield bar

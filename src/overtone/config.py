@@ -1,0 +1,111 @@
+"""The numbers of a run, as dataclasses: what a flag, a file or a script may set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from overtone.errors import OvertoneError
+from overtone.methods import Method, method_named
+from overtone.tasks.language import ModelSize
+
+
+class ConfigError(OvertoneError, ValueError):
+    """A number of the run that cannot be used."""
+
+
+@dataclass(frozen=True)
+class MethodChoice:
+    """A row of the method table and its numbers; what is left out stays at the method's own default."""
+
+    method: str = "decoupled"
+    """Which method: alone, ddp, demo, local_sgd, diloco, sparse_loco, published or decoupled."""
+    every: int | None = None
+    """Local steps between rounds (papers: H)."""
+    keep: int | None = None
+    """Coefficients sent of each 64 x 64 chunk."""
+    bits: int | None = None
+    """Bits per coefficient sent: 1, 2, 4, 8, 16 or 32."""
+    outer_lr: float | None = None
+    """Learning rate of the outer step."""
+    momentum: float | None = None
+    """Nesterov momentum of the outer step."""
+    decay: float | None = None
+    """What the residual (or a private momentum) keeps from round to round."""
+    carry: float | None = None
+    """How much of the residual stays in the replica's own weights."""
+    release: float | None = None
+    """How much of what was sent leaves the residual."""
+    transform: str | None = None
+    """dct, random (a fixed rotation) or none."""
+    drain: int | None = None
+    """Dense one-bit messages at the end that empty the residuals into the anchor."""
+
+    def build(self) -> Method:
+        numbers = {
+            ("lr" if name == "outer_lr" else name): value
+            for name, value in vars(self).items()
+            if name != "method" and value is not None
+        }
+        return method_named(self.method, **numbers)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How each replica trains by itself."""
+
+    steps: int = 1000
+    """Local steps of every replica."""
+    batch: int = 16
+    """Windows per replica and step."""
+    inner_lr: float = 2e-3
+    """Peak learning rate of the inner AdamW; warm-up, then cosine to a tenth."""
+    warmup: int = 50
+    """Steps of linear warm-up."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    weight_decay: float = 0.1
+    """Weight decay of the inner AdamW."""
+    windows: int = 256
+    """Validation windows."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "windows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: at least 1")
+        for name in ("inner_lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: above 0")
+        for name in ("warmup", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: 0 or more")
+
+
+@dataclass(frozen=True)
+class Network:
+    """The virtual network and its virtual time."""
+
+    bandwidth: float = 50.0
+    """Mbit/s of every replica, each way."""
+    latency: float = 20.0
+    """Milliseconds from replica to replica."""
+    step_seconds: float = 0.1
+    """Virtual seconds that a local step takes."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Train a small byte-level transformer with K virtual replicas in one process, on a virtual network."""
+
+    choice: MethodChoice = field(default_factory=MethodChoice)
+    data: Path | None = None
+    """A text file; by default the Python standard library's own sources."""
+    replicas: int = 4
+    """Virtual replicas (papers: K)."""
+    seed: int = 0
+    """Seed of initial weights and data order."""
+    json: Path | None = None
+    """Write the result here, as one JSON object."""
+    training: Training = field(default_factory=Training)
+    model: ModelSize = field(default_factory=ModelSize)
+    network: Network = field(default_factory=Network)

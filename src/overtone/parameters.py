@@ -1,0 +1,60 @@
+"""Which parameters of a model are exchanged, under which names, and what makes a model unfit for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from overtone.errors import ModelError
+
+
+class Parameters:
+    """A model's parameters by name, tied ones once. Those that require a gradient now are exchanged."""
+
+    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer) -> None:
+        self.all = {_plain_name(name): p for name, p in model.named_parameters()}
+        self.trainable = {name: p for name, p in self.all.items() if p.requires_grad}
+        if not self.trainable:
+            raise ModelError("model: no parameter requires a gradient, so there is nothing to train or exchange")
+        for name, p in self.all.items():
+            if p.is_meta:
+                raise ModelError(f"parameter {name}: on the meta device; give it values before building the Replica")
+            if not p.is_floating_point():
+                raise ModelError(f"parameter {name}: is {p.dtype}; only real floating-point numbers can be exchanged")
+        held = {id(p) for group in inner.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in self.trainable.values()):
+            raise ModelError(
+                "inner: the optimiser holds none of the model's parameters; build it from this model's own"
+            )
+
+    @property
+    def exchanged(self) -> list[nn.Parameter]:
+        return list(self.trainable.values())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The exchanged parameters, detached: to read and to write."""
+        return [p.detach() for p in self.trainable.values()]
+
+    def check_frozen(self) -> None:
+        """Refuse a parameter that was frozen when the replica was built and trains now: nobody would hear of it."""
+        for name, p in self.all.items():
+            if p.requires_grad and name not in self.trainable:
+                raise ModelError(f"parameter {name}: became trainable after the Replica was built; unfreeze it before")
+
+    def culprit(self, kind: str, signal: Sequence[Tensor], step: int) -> str:
+        """Which parameter made a signal that is not finite, and what to do about it."""
+        advice = "lower the learning rate or clip the gradient, and go on from a checkpoint"
+        for name, tensor in zip(self.trainable, signal, strict=True):
+            bad = int((~torch.isfinite(tensor)).sum())
+            if bad:
+                share = f"{bad} of {tensor.numel()} values"
+                return f"the {kind} of parameter {name} has {share} that are not finite at step {step}; {advice}"
+        return f"the {kind} is too large for fp32 at step {step}; {advice}"
+
+
+def _plain_name(name: str) -> str:
+    """The name without what `torch.compile` puts before it, so that compiled and plain replicas can meet."""
+    return name.replace("_orig_mod.", "")

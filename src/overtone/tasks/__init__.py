@@ -1,0 +1,1 @@
+"""Tasks: a model, its data and its metric."""

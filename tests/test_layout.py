@@ -1,0 +1,75 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overtone import dct
+from overtone.layout import Layout, matrix_shape
+
+shapes = st.lists(st.lists(st.sampled_from([1, 2, 3, 5, 8, 13, 67]), min_size=0, max_size=5), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=shapes, chunk=st.sampled_from([1, 4, 16, 64]), plain_below=st.sampled_from([0, 30, 1024]))
+def test_what_is_read_can_be_written_back(shapes: list[list[int]], chunk: int, plain_below: int) -> None:
+    shapes = [s for s in shapes if torch.Size(s).numel() < 50_000]
+    tensors = [torch.randn(s) for s in shapes]
+    total = sum(t.numel() for t in tensors)
+    for basis, tolerance in ((None, 0.0), (dct.cosine_basis, 1e-5)):
+        layout = Layout(shapes, chunk=chunk, plain_below=plain_below, basis=basis)
+        assert layout.size == total  # never padded
+        back = [torch.empty(s) for s in shapes]
+        layout.write(layout.read(tensors, layout.empty(torch.device("cpu"))), back)
+        for a, b in zip(tensors, back, strict=True):
+            assert torch.allclose(a, b, rtol=0.0, atol=tolerance)
+
+
+def test_edges_are_chunks_of_their_own() -> None:
+    layout = Layout([(130, 70)], chunk=64, plain_below=0, basis=None)
+    assert {(g.h, g.w): g.chunks for g in layout.groups} == {(64, 64): 2, (64, 6): 2, (2, 64): 1, (2, 6): 1}
+
+
+def test_equal_chunks_of_different_tensors_share_a_group() -> None:
+    layout = Layout([(64, 64), (128, 64), (64,)], chunk=64, plain_below=0, basis=None)
+    assert [(g.h, g.w, g.chunks, g.plain) for g in layout.groups] == [(64, 64, 3, False), (1, 64, 1, True)]
+
+
+def test_chunks_are_the_tensor_s_own_rectangles() -> None:
+    matrix = torch.arange(12.0 * 8).view(12, 8)
+    layout = Layout([(12, 8)], chunk=4, plain_below=0, basis=None)
+    flat = layout.read([matrix], layout.empty(torch.device("cpu")))
+    assert torch.equal(layout.groups[0].of(flat)[3].view(4, 4), matrix[4:8, 4:8])
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [
+        ((), (1, 1)),
+        ((5,), (1, 5)),
+        ((8, 3, 3, 3), (8, 27)),
+        ((1, 9, 4), (9, 4)),
+        ((1, 7, 1), (1, 7)),
+        ((6, 1, 3, 3), (6, 9)),
+    ],
+)
+def test_matrix_shape(shape: tuple[int, ...], matrix: tuple[int, int]) -> None:
+    assert matrix_shape(shape) == matrix
+
+
+def test_tensors_that_are_no_matrix_in_memory() -> None:
+    layout = Layout([(16, 8, 3, 3)], chunk=8, plain_below=0, basis=dct.cosine_basis)
+    plain = torch.randn(16, 8, 3, 3)
+    last = plain.to(memory_format=torch.channels_last)
+    cpu = torch.device("cpu")
+    assert torch.equal(layout.read([plain], layout.empty(cpu)), layout.read([last], layout.empty(cpu)))
+    target = torch.zeros(16, 8, 3, 3).to(memory_format=torch.channels_last)
+    layout.write(layout.read([plain], layout.empty(cpu)), [target])
+    assert torch.allclose(target, plain, atol=1e-5)
+
+
+def test_the_difference_is_taken_in_fp32() -> None:
+    start = torch.full((2, 40), 1.0, dtype=torch.bfloat16)
+    now = torch.full((2, 40), 1.0 - 2**-8, dtype=torch.bfloat16)
+    layout = Layout([(2, 40)], chunk=64, plain_below=0, basis=None)
+    drift = layout.read([start], layout.empty(torch.device("cpu")), minus=[now])
+    assert torch.equal(drift, torch.full((80,), 2**-8))
