@@ -1,0 +1,29 @@
+"""Real processes over real sockets, for tests: spawn N ranks on gloo, run a function in each, collect what they return."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _rank(rank: int, size: int, folder: str, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    try:
+        result = {"value": job(*args)}
+    except BaseException as error:
+        result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    torch.save(result, f"{folder}/result{rank}")
+    dist.destroy_process_group()
+
+
+def run(job: Callable[..., Any], *args: Any, size: int, folder: Path) -> list[dict[str, Any]]:
+    """``job(*args)`` on every rank; per rank {"value": …} or {"error": …, "trace": …}."""
+    mp.spawn(_rank, (size, str(folder), job, args), nprocs=size)
+    return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(size)]
