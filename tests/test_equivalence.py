@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from scenario import Awkward, backward, batches, build, largest_difference, run_cluster, weights
 from torch import Tensor, nn
 
 import overtone
@@ -14,6 +13,7 @@ from overtone import Cluster, Method, Replica, Solo
 from overtone.codec import Dense, TopK
 from overtone.rules import Outer
 from overtone.signals import Drift
+from scenario import Awkward, backward, batches, build, largest_difference, run_cluster, weights
 
 ULPS = 4 * torch.finfo(torch.float32).eps  # torch's SGD may fuse a multiply with an add; we never do
 

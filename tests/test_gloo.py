@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from scenario import METHODS, backward, batches, build, largest_difference, run_cluster, run_replica, weights
 
 import overtone
+import worlds
 from overtone import Replica
+from scenario import METHODS, backward, batches, build, largest_difference, run_cluster, run_replica, weights
 
 STEPS = 8  # two whole rounds and two steps that `finish` must bring home
 

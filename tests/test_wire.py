@@ -15,7 +15,14 @@ EXPECTED = Expected(7, SCHEMA)
 
 
 def header(**changes: object) -> Header:
-    fields: dict[str, object] = {"kind": Kind.ROUND, "sender": 2, "round": 7, "schema": SCHEMA, "anchor": ANCHOR}
+    fields: dict[str, object] = {
+        "kind": Kind.ROUND,
+        "sender": 2,
+        "round": 7,
+        "steps": 70,
+        "schema": SCHEMA,
+        "anchor": ANCHOR,
+    }
     return Header(**{**fields, "counters": bytes(8), **changes})  # type: ignore[arg-type]
 
 

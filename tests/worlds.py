@@ -1,4 +1,4 @@
-"""Real processes over real sockets, for tests: spawn N ranks on gloo, run a function in each, collect what they return."""
+"""Real processes over real sockets: spawn N ranks on gloo, run a function in each, collect what they return."""
 
 from __future__ import annotations
 

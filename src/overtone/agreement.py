@@ -12,7 +12,7 @@ from overtone import fingerprint
 from overtone.errors import MismatchError, StateError
 from overtone.methods import Method
 from overtone.version import __version__
-from overtone.wire import VERSION
+from overtone.wire import VERSION, Header, Kind
 
 
 def introduction(method: Method, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, object]:
@@ -71,6 +71,14 @@ def compare_initial_weights(ranks: Sequence[int], prints: Sequence[bytes]) -> No
 def compare_anchors(index: int, ranks: Sequence[int], prints: Sequence[bytes]) -> None:
     way_out = "The replicas no longer train one model: restart all of them from one checkpoint"
     _compare(f"round {index}: the anchors that the replicas start it from", ranks, prints, way_out)
+
+
+def compare_progress(index: int, headers: Sequence[Header]) -> None:
+    """Refuse a round between replicas that took different numbers of steps, or of which some are finishing."""
+    where = {header.sender: f"{header.kind.name.lower()} after {header.steps} steps" for header in headers}
+    if len({(header.steps, header.kind is Kind.DRAIN) for header in headers}) > 1:
+        way_out = "Give every replica the same number of batches, and finish() all of them"
+        raise MismatchError(f"round {index}: replicas are at different steps: {_camps(where)}. {way_out}")
 
 
 def compare_counters(index: int, ranks: Sequence[int], prints: Sequence[bytes], names: Sequence[str]) -> None:

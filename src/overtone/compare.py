@@ -11,9 +11,7 @@ from rich.table import Table
 from overtone.config import MethodChoice, Simulation, Training
 from overtone.tasks.language import ModelSize
 
-DEMO = Simulation(
-    training=Training(steps=300, batch=8, warmup=20, windows=256), model=ModelSize(width=64, layers=2, heads=4)
-)
+DEMO = Simulation(training=Training(steps=300, batch=8), model=ModelSize(width=64, layers=2, heads=4))
 DEMO_LEGEND = (
     "[dim]loss: nats per byte on held-out text, after finish(). bytes sent: by one replica over the whole run.\n"
     "gain kept: the share of DiLoCo's gain over `alone` (one replica, no communication) that survives.\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from overtone.errors import OvertoneError
@@ -60,8 +60,8 @@ class Training:
     """Windows per replica and step."""
     inner_lr: float = 2e-3
     """Peak learning rate of the inner AdamW; warm-up, then cosine to a tenth."""
-    warmup: int = 50
-    """Steps of linear warm-up."""
+    warmup: int | None = None
+    """Steps of linear warm-up; a fifth of all steps by default, for the outer momentum's sake."""
     clip: float = 1.0
     """Largest gradient norm."""
     weight_decay: float = 0.1
@@ -77,8 +77,12 @@ class Training:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: above 0")
         for name in ("warmup", "weight_decay"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: 0 or more")
+
+    def resolved(self) -> Training:
+        """With everything said that was left to a default."""
+        return self if self.warmup is not None else replace(self, warmup=self.steps // 5)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -197,7 +197,8 @@ class Replica:
 
         if math.isfinite(norm):
             sent = method.rule.propose(self.state, signal, encode)
-            exchange = self._pattern.pack(self._header(Kind.ROUND), payload, self.buffers)
+            kind = Kind.ROUND if method is self.method else Kind.DRAIN
+            exchange = self._pattern.pack(self._header(kind), payload, self.buffers)
         else:
             kind_of_signal = type(self._signal).__name__.lower()
             why = self.parameters.culprit(kind_of_signal, self._signal.tensors(), self.steps)
@@ -332,22 +333,33 @@ class Replica:
                 f"saved state: incomplete or damaged ({error!r}); load one that state_dict() made"
             ) from error
 
-    def shared_tensors(self) -> list[Tensor]:
-        """What a newcomer takes over: the anchor (or the weights that serve as one), what else is shared, buffers."""
-        also = [self.state[name] for name in self.method.rule.shared if name in self.state and name != "anchor"]
-        return [*self._shared(), *also, *self.buffers.tensors()]
+    def shared_state(self) -> dict[str, Any]:
+        """What a newcomer takes over from this replica: the anchor, what else the rule shares, buffers, counts.
 
-    def adopt(self, tensors: Sequence[Tensor], *, steps: int, rounds: int) -> None:
-        """Go on from a peer's `shared_tensors`, with nothing of one's own left to say: the residual is empty."""
+        Where the weights serve as anchor (gradient methods) they follow from the inner optimiser's state, so that is
+        shared as well.
+        """
+        return {
+            "tensors": self._shared_tensors(),
+            "inner": None if "anchor" in self.state else self.inner.state_dict(),
+            "steps": self.steps,
+            "rounds": self.rounds,
+            "steps_at_round": self.steps_at_round,
+        }
+
+    def adopt(self, shared: Mapping[str, Any]) -> None:
+        """Go on from a peer's `shared_state` with nothing left to say of one's own: the residual is empty."""
         for vector in self.state.values():
             vector.zero_()
-        for mine, theirs in zip(self.shared_tensors(), tensors, strict=True):
+        for mine, theirs in zip(self._shared_tensors(), shared["tensors"], strict=True):
             mine.copy_(theirs)
+        if shared["inner"] is not None:
+            self.inner.load_state_dict(copy.deepcopy(shared["inner"]))
         self.buffers.remember()
         if "anchor" in self.state:
             self._signal.write(self.state["anchor"], self.method.rule.settle)
-        self.steps = self.steps_at_round = steps
-        self.rounds = rounds
+        self.steps, self.rounds = shared["steps"], shared["rounds"]
+        self.steps_at_round = shared["steps_at_round"]
         self._fingerprint = fingerprint.of_tensors(self._shared())
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -356,10 +368,14 @@ class Replica:
         """What a fingerprint is taken of: the anchor, or the weights where they are the anchor."""
         return [self.state["anchor"]] if "anchor" in self.state else self.parameters.tensors
 
+    def _shared_tensors(self) -> list[Tensor]:
+        also = [self.state[name] for name in self.method.rule.shared if name in self.state and name != "anchor"]
+        return [*self._shared(), *also, *self.buffers.tensors()]
+
     def _header(self, kind: Kind) -> Header:
         anchor = self._fingerprint if self.method.consensus else bytes(8)
         counters = self.buffers.counters_fingerprint()
-        return Header(kind, self.transport.rank, self.rounds, self._schema, anchor, counters)
+        return Header(kind, self.transport.rank, self.rounds, self.steps, self._schema, anchor, counters)
 
     def _verified(self, heard: Any, pending: _Pending) -> list[Any]:
         """Everybody's body; none if somebody abstained. Raises, on every rank alike, if this round must not count."""
@@ -371,6 +387,7 @@ class Replica:
                 why = pending.why if header.sender == self.transport.rank else _text(told)
                 raise PeerError(f"round {self.rounds}: rank {header.sender} could not take part: {why}")
         ranks = [header.sender for header in headers]
+        agreement.compare_progress(self.rounds, headers)
         agreement.compare_anchors(self.rounds, ranks, [header.anchor for header in headers])
         agreement.compare_counters(self.rounds, ranks, [header.counters for header in headers], self.buffers.counters)
         return [] if any(header.kind is Kind.ABSTAIN for header in headers) else bodies

@@ -187,9 +187,9 @@ class Cluster:
             absence.rank for absence in self.absences if absence.covers(self.rounds) or absence.returns == self.rounds
         }
         peer = next(r for r in self.replicas if r.transport.rank not in away)
-        tensors = peer.shared_tensors()
-        self.replicas[rank].adopt(tensors, steps=peer.steps, rounds=peer.rounds)
-        size = sum(t.numel() * t.element_size() for t in tensors)
+        shared = peer.shared_state()
+        self.replicas[rank].adopt(shared)
+        size = _bytes_of(shared)
         self.replicas[rank].transport.ledger.now.received += size
         peer.transport.ledger.now.sent += size
         up, down = self.links[peer.transport.rank], self.links[rank]
@@ -237,6 +237,15 @@ class Cluster:
             self._busy[rank] = end
         self.clock = max(self.clock, end)
         return heard
+
+
+def _bytes_of(shared: object) -> int:
+    """The bytes of all tensors in a nest of containers."""
+    if isinstance(shared, Tensor):
+        return shared.numel() * shared.element_size()
+    if isinstance(shared, Mapping):
+        return sum(map(_bytes_of, shared.values()))
+    return sum(map(_bytes_of, shared)) if isinstance(shared, list | tuple) else 0
 
 
 def _one_each(name: str, value: T | Sequence[T], count: int, kind: type) -> list[T]:

@@ -28,7 +28,7 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
     begin = time.perf_counter()
     method = config.choice.build()
     text = load_text(None if config.data is None else str(config.data))
-    size, training, network = config.model, config.training, config.network
+    size, training, network = config.model, config.training.resolved(), config.network
 
     def build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: ARG001 (rank 0's weights win)
         model = ByteTransformer(size)
@@ -108,11 +108,12 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
 
 def schedule(inner: torch.optim.Optimizer, training: Training) -> torch.optim.lr_scheduler.LambdaLR:
     """Linear warm-up, then cosine to a tenth."""
+    warmup = training.resolved().warmup or 0
 
     def factor(step: int) -> float:
-        if step < training.warmup:
-            return (step + 1) / training.warmup
-        done = (step - training.warmup) / max(1, training.steps - training.warmup)
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(1, training.steps - warmup)
         return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
     return torch.optim.lr_scheduler.LambdaLR(inner, factor)

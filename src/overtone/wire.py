@@ -1,6 +1,6 @@
 """The message: one per replica and round, for all tensors together.
 
-    header   magic · version · kind · sender · round · schema · anchor · counters · length · checksum
+    header   magic · version · kind · sender · round · steps · schema · anchor · counters · length · checksum
     body     buffers that changed, then the codec's payload
 
 The schema fingerprint covers names, shapes, method numbers and codec; the anchor fingerprint is that of the sender's
@@ -27,14 +27,15 @@ from overtone.errors import WireError
 
 MAGIC = b"OVTN"
 VERSION = 1
-_HEADER = struct.Struct("<4sBBHI8s8s8sQI")
+_HEADER = struct.Struct("<4sBBHII8s8s8sQI")
 HEADER_BYTES = _HEADER.size
 
 
 class Kind(IntEnum):
     ROUND = 0
-    FAILURE = 1  # the sender could not propose; the body says why
-    ABSTAIN = 2  # the sender's gradient overflowed under a GradScaler: everybody skips this step
+    DRAIN = 1  # a last message that empties the residuals
+    FAILURE = 2  # the sender could not propose; the body says why
+    ABSTAIN = 3  # the sender's gradient overflowed under a GradScaler: everybody skips this step
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Header:
     kind: Kind
     sender: int
     round: int
+    steps: int  # local steps so far
     schema: bytes  # 8 bytes
     anchor: bytes  # 8 bytes
     counters: bytes  # 8 bytes: fingerprint of the integer buffers
@@ -53,6 +55,7 @@ class Header:
             self.kind,
             self.sender,
             self.round,
+            self.steps,
             self.schema,
             self.anchor,
             self.counters,
@@ -92,7 +95,7 @@ def unseal(message: bytes, expected: Expected, sender: int | None = None) -> tup
 
 
 def _parse(raw: bytes) -> tuple[Header, int, int]:
-    magic, version, kind, sender, index, schema, anchor, counters, length, checksum = _HEADER.unpack(raw)
+    magic, version, kind, sender, index, steps, schema, anchor, counters, length, checksum = _HEADER.unpack(raw)
     if magic != MAGIC:
         raise WireError(f"magic: {magic!r} is not {MAGIC!r}; this is not an overtone message")
     if version != VERSION:
@@ -101,7 +104,7 @@ def _parse(raw: bytes) -> tuple[Header, int, int]:
         )
     if kind not in list(Kind):
         raise WireError(f"kind: {kind} is unknown")
-    return Header(Kind(kind), sender, index, schema, anchor, counters), length, checksum
+    return Header(Kind(kind), sender, index, steps, schema, anchor, counters), length, checksum
 
 
 def _check(header: Header, expected: Expected, sender: int | None) -> None:
