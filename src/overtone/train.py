@@ -29,6 +29,10 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
     method = config.choice.build()
     text = load_text(None if config.data is None else str(config.data))
     size, training, network = config.model, config.training.resolved(), config.network
+    shards = [
+        text.shard(rank, config.replicas, context=size.context, batch=training.batch, seed=config.seed)
+        for rank in range(config.replicas)
+    ]
 
     def build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: ARG001 (rank 0's weights win)
         model = ByteTransformer(size)
@@ -44,10 +48,6 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
         step_seconds=network.step_seconds,
         seed=config.seed,
     )
-    shards = [
-        text.shard(rank, config.replicas, context=size.context, batch=training.batch, seed=config.seed)
-        for rank in range(config.replicas)
-    ]
     schedules = [schedule(replica.inner, training) for replica in cluster.replicas]
     for step in range(training.steps):
         losses = []

@@ -106,7 +106,9 @@ class Text:
                 f"{self.name}: {self.train.numel()} training bytes give rank {rank} {mine.numel()} windows of "
                 f"{context}, fewer than one batch of {batch}; use more text, a shorter context or fewer replicas"
             )
-        dice = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+        return self._batches(mine, context, batch, torch.Generator().manual_seed(seed * 1_000_003 + rank))
+
+    def _batches(self, mine: Tensor, context: int, batch: int, dice: torch.Generator) -> Iterator[Tensor]:
         span = torch.arange(context + 1)
         while True:
             order = mine[torch.randperm(mine.numel(), generator=dice)]

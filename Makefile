@@ -1,0 +1,32 @@
+# Two commands do it all: `make demo` and `make test`. Everything is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench science clean
+
+demo: $(READY)  ## five methods on one small task: loss against bytes
+	$(BIN)/overtone demo
+
+test: $(READY)  ## all tests, two at a time
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(READY)  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## time of a round's codec work, against one memory copy
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/codec.py
+
+science: $(READY)  ## the first science check; TEXT=file adds a text to the embedded default
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/first_check.py $(if $(TEXT),--text $(TEXT))
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

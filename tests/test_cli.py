@@ -1,0 +1,158 @@
+"""The command line as a user meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+import overtone
+from overtone import commands
+from overtone.config import MethodChoice, Simulation, Training
+from overtone.tasks.language import ModelSize
+
+TINY = ["--steps", "12", "--batch", "2", "--width", "32", "--layers", "1", "--heads", "2", "--windows", "8"]
+KEYS = {
+    "method", "numbers", "replicas", "every", "steps", "parameters", "val_loss", "val_loss_anchor", "val_loss_average",
+    "bytes_sent", "rounds", "max_drift", "anchor_fingerprint", "simulated_seconds", "wall_seconds",
+}  # fmt: skip
+
+
+def overtone_cli(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from overtone.cli import main; main()", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; " * 1000)
+    return path
+
+
+def simulate(text: Path, tmp_path: Path, choice: MethodChoice, **options: Any) -> dict[str, Any]:
+    model = ModelSize(width=32, layers=1, heads=2)
+    training = Training(steps=12, batch=2, windows=8)
+    file = tmp_path / "result.json"
+    commands.run(Simulation(choice=choice, data=text, model=model, training=training, json=file, **options))
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def test_same_seed_same_file(text: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        done = overtone_cli("simulate", "--data", str(text), "--every", "5", "--seed", "3", "--json", str(file), *TINY)
+        assert done.returncode == 0, done.stderr
+        assert "decoupled: loss" in done.stdout
+    a, b = (file.read_text().splitlines() for file in files)
+    different = [(x, y) for x, y in zip(a, b, strict=True) if x != y]
+    assert all("wall_seconds" in x for x, _ in different)
+
+
+@pytest.mark.parametrize("name", overtone.METHODS)
+def test_every_method_writes_every_key(name: str, text: Path, tmp_path: Path) -> None:
+    result = simulate(text, tmp_path, MethodChoice(name), replicas=3)
+    assert result.keys() >= KEYS
+    assert result["method"] == name
+    assert result["replicas"] == 3
+    assert (result["bytes_sent"] > 0) == (result["every"] is not None)
+    assert 0 < result["val_loss"] < 6
+
+
+def test_loss_before_and_after_finish(text: Path, tmp_path: Path) -> None:
+    """Draining moves the anchor to the mean of the replicas; with everything drained they are the same model."""
+    thin = simulate(text, tmp_path, MethodChoice("decoupled", every=4, keep=8, drain=12))
+    assert thin["val_loss"] == pytest.approx(thin["val_loss_average"], abs=2e-3)
+    assert thin["val_loss"] != pytest.approx(thin["val_loss_anchor"], abs=2e-3)
+    assert thin["max_drift"] > 0
+    assert thin["rounds"] == 3
+    assert thin["rounds_finish"] == 12
+
+
+def test_another_seed_is_another_run(text: Path, tmp_path: Path) -> None:
+    a, b = (simulate(text, tmp_path, MethodChoice("diloco", every=4), seed=seed) for seed in (0, 1))
+    assert a["anchor_fingerprint"] != b["anchor_fingerprint"]
+
+
+def test_time_follows_the_network(text: Path, tmp_path: Path) -> None:
+    from overtone.config import Network
+
+    choice = MethodChoice("diloco", every=4)
+    slow = simulate(text, tmp_path, choice, network=Network(bandwidth=1.0, latency=0.0, step_seconds=0.0))
+    fast = simulate(text, tmp_path, choice, network=Network(bandwidth=10.0, latency=0.0, step_seconds=0.0))
+    assert slow["simulated_seconds"] == pytest.approx(10 * fast["simulated_seconds"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--method", "dilocoo"], "method 'dilocoo': unknown; there are alone, ddp"),
+        (["--method", "diloco", "--keep", "8"], "keep=8: diloco has no such number"),
+        (["--keep", "0"], "keep=0"),
+        (["--every", "0"], "every=0"),
+        (["--data", "no/such/file"], "data no/such/file: No such file or directory"),
+        (["--data", "."], "data .: Is a directory"),
+        (["--json", "no/such/folder/x.json"], "there is no directory no/such/folder"),
+        (["--replicas", "0"], "replicas=0"),
+        (["--replicas", "100000"], "fewer than one batch"),
+        (["--steps", "0"], "steps=0"),
+        (["--heads", "5"], "heads=5: must divide the width, 96"),
+        (["--bandwidth", "0"], "bandwidth=0"),
+    ],
+)
+def test_mistakes_get_one_clear_line(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from overtone import cli
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["overtone", "simulate", *flags])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    message = f"{stop.value.code}{capsys.readouterr().err}"
+    assert told in message
+    assert "Traceback" not in message
+    assert stop.value.code not in (0, None)
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest() -> None:
+    done = overtone_cli("simulate", "--stepz", "3")
+    assert done.returncode == 2
+    assert "--steps" in done.stderr + done.stdout
+
+
+def test_a_text_too_short(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    done = overtone_cli("simulate", "--data", str(tmp_path / "empty"))
+    assert done.returncode == 1
+    assert "0 bytes; give a text" in done.stderr
+
+
+def test_flags_are_frozen() -> None:
+    """Scripts depend on them: renaming one must be a decision."""
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    parser = tyro.extras.get_parser(Simulation, config=config)
+    flags = {option for action in parser._actions for option in action.option_strings}
+    assert flags == {
+        "-h", "--help", "--data", "--replicas", "--seed", "--json", "--method", "--every", "--keep", "--bits",
+        "--outer-lr", "--momentum", "--decay", "--carry", "--release", "--transform", "--drain", "--steps", "--batch",
+        "--inner-lr", "--warmup", "--clip", "--weight-decay", "--windows", "--width", "--layers", "--heads",
+        "--context", "--bandwidth", "--latency", "--step-seconds",
+    }  # fmt: skip
+
+
+def test_demo_shows_its_table(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    done = overtone_cli("demo", "--steps", "20", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    for word in ("alone", "ddp", "diloco", "published", "decoupled", "gain kept", "bytes sent"):
+        assert word in done.stdout
+    assert [result["method"] for result in json.loads(file.read_text())] == [
+        "alone", "ddp", "diloco", "published", "decoupled",
+    ]  # fmt: skip
