@@ -136,9 +136,13 @@ class TopK:
         return self.keep == FULL_CHUNK and self.bits == 32
 
     @property
-    def whole(self) -> TopK:
-        """The same chunks with every coefficient kept, one bit each: what `finish` drains residuals with."""
-        return replace(self, keep=FULL_CHUNK, bits=1)
+    def thick(self) -> TopK:
+        """The same chunks with a quarter of the coefficients, one bit each: what `finish` drains residuals with.
+
+        A message costs about one bit a parameter, as much as every coefficient at one bit, and takes more of the
+        residual with it: 68 % of its energy against 64 % if it is Gaussian, far more if its tails are heavier.
+        """
+        return replace(self, keep=max(self.keep, FULL_CHUNK // 4), bits=1)
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
         basis = dct.TRANSFORMS[self.transform]
