@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-
 from overtone.commands import write_json
-from overtone.compare import human_bytes, ratio, share_of_gain
-from overtone.config import MethodChoice, Simulation, Training
-from overtone.train import simulate
+from overtone.compare import human_bytes, ratio, run_side_by_side, share_of_gain
+from overtone.config import MethodChoice, Simulation
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -65,14 +60,6 @@ def cell_name(row: Row, seed: int) -> str:
     return f"{'-'.join(words)}-seed{seed}.json"
 
 
-def run_cell(row: Row, data: Path | None, seed: int, path: Path) -> str:
-    torch.set_num_threads(1)
-    config = Simulation(choice=row.choice, data=data, replicas=4, seed=seed, training=Training(steps=1000))
-    result = simulate(config)
-    write_json(path, result)
-    return f"{path.parent.name}: {row.label}, seed {seed}: {result['val_loss']:.4f}, {result['wall_seconds']:.0f} s"
-
-
 def collect(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Results by row, those that are there."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -109,7 +96,7 @@ def table(folder: Path) -> str:
             kept = share_of_gain(loss, alone=alone, diloco=best)
             drift = max(r["max_drift"] for r in results)
             lines.append(
-                f"| {name} | {loss:.3f} | {spread} | {loss / best - 1:+.1%} | {kept:.0%} | "
+                f"| {name} | {loss:.3f} | {spread} | {loss / best - 1:+.1%} | {kept} | "
                 f"{human_bytes(sent)} | {ratio(reference, sent)} | {before:.3f} | {drift:.1%} |"
             )
     return "\n".join(lines)
@@ -137,21 +124,24 @@ def main() -> None:
     args = parser.parse_args()
     sources: list[Path | None] = [*args.text, None]
     folders = [RESULTS / "first_check" / (source.stem if source else "standard_library") for source in sources]
-    jobs = []
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-    for row in ROWS:
-        for source, folder in zip(sources, folders, strict=True):
-            for seed in range(row.seeds):
-                path = folder / cell_name(row, seed)
-                if not path.exists():
-                    jobs.append((row, source, seed, path))
-    print(f"{len(jobs)} cells to run", flush=True)
-    with ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(run_cell, *job) for job in jobs]):
-            print(done.result(), flush=True)
-            (RESULTS / "first_check.md").write_text(report(folders) + "\n")
-    (RESULTS / "first_check.md").write_text(report(folders) + "\n")
+    cells = {
+        str(folder / cell_name(row, seed)): Simulation(choice=row.choice, data=source, seed=seed)
+        for row in ROWS
+        for source, folder in zip(sources, folders, strict=True)
+        for seed in range(row.seeds)
+        if not (folder / cell_name(row, seed)).exists()
+    }
+    print(f"{len(cells)} cells to run", flush=True)
+
+    def done(cell: str, result: dict[str, Any]) -> None:
+        write_json(Path(cell), result)
+        (RESULTS / "first_check.md").write_text(report(folders))
+        print(f"{cell}: {result['val_loss']:.4f}, {result['wall_seconds']:.0f} s", flush=True)
+
+    run_side_by_side(cells, workers=args.workers, progress=lambda *_: None, done=done)
+    (RESULTS / "first_check.md").write_text(report(folders))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """The command line as a user meets it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 
 import overtone
 from overtone import commands
@@ -68,10 +68,11 @@ def test_every_method_writes_every_key(name: str, text: Path, tmp_path: Path) ->
 
 
 def test_loss_before_and_after_finish(text: Path, tmp_path: Path) -> None:
-    """Draining moves the anchor to the mean of the replicas; with everything drained they are the same model."""
+    """Draining moves the anchor to the mean of the replicas: most of the way in twelve messages."""
     thin = simulate(text, tmp_path, MethodChoice("decoupled", every=4, keep=8, drain=12))
-    assert thin["val_loss"] == pytest.approx(thin["val_loss_average"], abs=2e-3)
-    assert thin["val_loss"] != pytest.approx(thin["val_loss_anchor"], abs=2e-3)
+    gap = thin["val_loss_anchor"] - thin["val_loss_average"]
+    assert gap > 0.2
+    assert thin["val_loss_anchor"] - thin["val_loss"] > 0.9 * gap
     assert thin["max_drift"] > 0
     assert thin["rounds"] == 3
     assert thin["rounds_finish"] == 12
@@ -136,11 +137,9 @@ def test_a_text_too_short(tmp_path: Path) -> None:
 
 def test_flags_are_frozen() -> None:
     """Scripts depend on them: renaming one must be a decision."""
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    parser = tyro.extras.get_parser(Simulation, config=config)
-    flags = {option for action in parser._actions for option in action.option_strings}
+    flags = set(re.findall(r"(?<= )--[a-z-]+", overtone_cli("simulate", "--help").stdout))
     assert flags == {
-        "-h", "--help", "--data", "--replicas", "--seed", "--json", "--method", "--every", "--keep", "--bits",
+        "--help", "--data", "--replicas", "--seed", "--json", "--method", "--every", "--keep", "--bits",
         "--outer-lr", "--momentum", "--decay", "--carry", "--release", "--transform", "--drain", "--steps", "--batch",
         "--inner-lr", "--warmup", "--clip", "--weight-decay", "--windows", "--width", "--layers", "--heads",
         "--context", "--bandwidth", "--latency", "--step-seconds",

@@ -22,7 +22,7 @@ from overtone import train as training
 from overtone.config import ConfigError, Simulation
 
 err = Console(stderr=True)
-out = Console()
+out = Console(highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Demo:
     """Local steps of every replica."""
     json: Path | None = None
     """Write all results here, as a JSON list."""
+    workers: int = 2
+    """Methods at a time, each in a process of one thread."""
 
 
 Command = Annotated[Simulation, tyro.conf.subcommand("simulate")] | Annotated[Demo, tyro.conf.subcommand("demo")]
@@ -60,15 +62,19 @@ def _(command: Simulation) -> None:
 
 @run.register
 def _(command: Demo) -> None:
-    _one_thread()
     if command.json is not None:
         _check_writable(command.json)
-    results = []
     configs = compare.demo_configs(command.steps)
+    found: dict[str, dict[str, Any]] = {}
     with _bar() as bar:
         tasks = {name: bar.add_task(name, total=command.steps, note="waiting") for name in configs}
-        for name, config in configs.items():
-            results.append(training.simulate(config, _shown(bar, tasks[name])))
+        compare.run_side_by_side(
+            configs,
+            workers=command.workers,
+            progress=lambda name, step, loss: _shown(bar, tasks[name])(step, loss),
+            done=found.__setitem__,
+        )
+    results = [found[name] for name in configs]
     if command.json is not None:
         write_json(command.json, results)
     out.print(compare.headline(results[0]))

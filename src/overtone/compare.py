@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from overtone.config import MethodChoice, Simulation, Training
 from overtone.tasks.language import ModelSize
+from overtone.train import simulate
 
-DEMO = Simulation(training=Training(steps=300, batch=8), model=ModelSize(width=64, layers=2, heads=4))
+DEMO = Simulation(training=Training(steps=600, batch=8), model=ModelSize(width=64, layers=2, heads=4))
 DEMO_LEGEND = (
     "[dim]loss: nats per byte on held-out text, after finish(). bytes sent: by one replica over the whole run.\n"
     "gain kept: the share of DiLoCo's gain over `alone` (one replica, no communication) that survives.\n"
     "published has no shared model: its loss is that of replica 0; «mean» is the average of its replicas.[/dim]"
 )
+
+
+def run_side_by_side(
+    configs: Mapping[str, Simulation],
+    *,
+    workers: int,
+    progress: Callable[[str, int, float], None],
+    done: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """All simulations, ``workers`` at a time in processes of one thread; each reports its steps and then its result."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_take_queue, initargs=(queue,)) as pool:
+        running = {pool.submit(_work, name, config): name for name, config in configs.items()}
+        while running:
+            ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+            while not queue.empty():
+                progress(*queue.get())
+            for future in ended:
+                done(running.pop(future), future.result())
+
+
+_queue: Any = None  # a worker's way to tell its progress
+
+
+def _take_queue(queue: Any) -> None:
+    global _queue
+    _queue = queue
+    torch.set_num_threads(1)
+
+
+def _work(name: str, config: Simulation) -> dict[str, Any]:
+    return simulate(config, lambda step, loss: _queue.put((name, step, loss)) if step % 10 == 0 else None)
 
 
 def demo_configs(steps: int) -> dict[str, Simulation]:
@@ -31,9 +68,11 @@ def demo_configs(steps: int) -> dict[str, Simulation]:
     return {choice.method: replace(DEMO, choice=choice, training=training) for choice in choices}
 
 
-def share_of_gain(loss: float, *, alone: float, diloco: float) -> float:
-    """1: as good as DiLoCo; 0: no better than training alone; below 0: worse."""
-    return (alone - loss) / (alone - diloco)
+def share_of_gain(loss: float, *, alone: float, diloco: float) -> str:
+    """100 %: as good as DiLoCo; 0 %: no better than training alone; below: worse. Nothing to share if DiLoCo is."""
+    if diloco >= alone:
+        return "no gain"
+    return f"{round((alone - loss) / (alone - diloco), 2) + 0.0:.0%}"
 
 
 def human_bytes(count: float) -> str:
@@ -61,7 +100,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
                 f"{loss:.3f}",
                 human_bytes(sent),
                 ratio(reference, sent),
-                f"{share_of_gain(loss, alone=alone, diloco=diloco):.0%}",
+                share_of_gain(loss, alone=alone, diloco=diloco),
                 f"{result['max_drift']:.1%}",
             )
     return shown
