@@ -141,3 +141,32 @@ def test_mean_over_all_and_over_senders() -> None:
 def test_bad_numbers_are_refused_by_name(numbers: dict[str, object], told: str) -> None:
     with pytest.raises(MethodError, match=told):
         TopK(**numbers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_values_far_beyond_the_grid_are_sent_as_exceptions(bits: int) -> None:
+    """One coefficient a thousand times its neighbours: sent nearly exactly, and the others keep their own scale."""
+    values = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
+    plain, _ = quantise(values, bits)
+    values[1, 77] = -1000.0
+    data, decoded = quantise(values, bits)
+    assert float(decoded[1, 77]) == -1000.0
+    others = torch.ones(3, 500, dtype=torch.bool)
+    others[1, 77] = False
+    assert float((decoded - values)[others].norm() / values[others].norm()) < 0.7
+    assert len(data) <= len(plain) + 16
+
+
+def test_a_coefficient_that_always_drifts_fastest_is_not_left_behind() -> None:
+    """Error feedback at one bit: without exceptions its residual grows every round, with them it stays bounded."""
+    codec = TopK(keep=2048, bits=1, transform="none", plain_below=0)
+    layout = codec.layout([(64, 64)])
+    dice = torch.Generator().manual_seed(0)
+    residual, worst = layout.empty(CPU), 0.0
+    for _ in range(50):
+        residual += torch.randn(layout.size, generator=dice)
+        residual[123] += 100.0
+        _, sent = codec.encode(residual, layout)
+        sent.add_to(residual, -1.0)
+        worst = max(worst, abs(float(residual[123])))
+    assert worst < 10.0

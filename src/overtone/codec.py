@@ -19,6 +19,7 @@ from overtone.errors import MethodError, WireError
 from overtone.layout import Group, Layout
 
 BITS = (1, 2, 4, 8, 16, 32)
+EXCEPTIONAL = 4.0  # a value this many times its chunk's mean (more, where the grid reaches further) is an exception
 FULL_CHUNK = 64 * 64  # `keep` counts coefficients per chunk of this area; other chunks keep in proportion
 
 
@@ -136,13 +137,9 @@ class TopK:
         return self.keep == FULL_CHUNK and self.bits == 32
 
     @property
-    def thick(self) -> TopK:
-        """The same chunks with a quarter of the coefficients, one bit each: what `finish` drains residuals with.
-
-        A message costs about one bit a parameter, as much as every coefficient at one bit, and takes more of the
-        residual with it: 68 % of its energy against 64 % if it is Gaussian, far more if its tails are heavier.
-        """
-        return replace(self, keep=max(self.keep, FULL_CHUNK // 4), bits=1)
+    def whole(self) -> TopK:
+        """The same chunks with every coefficient kept, one bit each: what `finish` drains residuals with."""
+        return replace(self, keep=FULL_CHUNK, bits=1)
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
         basis = dct.TRANSFORMS[self.transform]
@@ -218,7 +215,8 @@ def quantise(values: Tensor, bits: int) -> tuple[bytes, Tensor]:
 
     16 and 32 bits are bf16 and fp32 as they are. Fewer are codes q on the uniform grid (q + ½) · step, symmetric about
     zero, with one step per chunk: the step that fits the chunk best in least squares. At one bit the value is sign ×
-    mean magnitude of the chunk.
+    mean magnitude of the chunk. Values far beyond the grid follow as a list of exceptions: without it a coefficient
+    that always drifts faster than its chunk would never be sent in full, and its residual would grow without bound.
     """
     if bits == 32:
         return tensor_bytes(values), values.clone()
@@ -227,16 +225,13 @@ def quantise(values: Tensor, bits: int) -> tuple[bytes, Tensor]:
         return tensor_bytes(narrow), narrow.float()
     half = 1 << (bits - 1)
     magnitude = values.abs().double()  # fp64: huge and tiny chunks must neither overflow nor vanish in a sum
-    level = torch.full_like(magnitude, 0.5)
-    if bits > 1:
-        step = magnitude.amax(dim=1, keepdim=True) / (half - 0.5)
-        for _ in range(3):  # assign and refit: converges in a few passes
-            level = (magnitude / step.clamp_min(1e-300)).floor().clamp_max(half - 1) + 0.5
-            step = best_step(magnitude, level)
-    step16 = narrow_bf16(best_step(magnitude, level).squeeze(1), largest_factor=max(1.0, half - 0.5))
+    beyond = magnitude > EXCEPTIONAL * max(1.0, half / 2) * magnitude.mean(dim=1, keepdim=True)
+    level, step = fit_grid(magnitude, ~beyond, half)
+    step16 = narrow_bf16(step.squeeze(1), largest_factor=max(1.0, half - 0.5))
     code = torch.where(values < 0, half - 0.5 - level, half - 0.5 + level).to(torch.int64)  # 0 … 2·half − 1
+    decoded = grid(code, step16.float(), half)
     data = tensor_bytes(step16) + tensor_bytes(pack_fields(code.view(-1).cpu(), bits))
-    return data, grid(code, step16.float(), half)
+    return data + _pack_exceptions(values, beyond, decoded), decoded
 
 
 def dequantise(reader: Reader, shape: tuple[int, int], bits: int, what: str) -> Tensor:
@@ -249,9 +244,34 @@ def dequantise(reader: Reader, shape: tuple[int, int], bits: int, what: str) -> 
         if bool((step < 0).any()):
             raise WireError(f"scales, {what}: a negative scale; the message is corrupt")
         values = grid(reader.fields(c * k, bits, what).view(shape), step, 1 << (bits - 1))
+        _read_exceptions(reader, values, f"exceptions, {what}")
     if not bool(torch.isfinite(values).all()):
         raise WireError(f"{what}: not finite; the message is corrupt")
     return values
+
+
+def _pack_exceptions(values: Tensor, beyond: Tensor, decoded: Tensor) -> bytes:
+    """How many, where (gaps), and their values in bf16, which are put into ``decoded`` as well."""
+    where = beyond.view(-1).nonzero().view(-1)
+    count = where.numel().to_bytes(4, "little")
+    if not where.numel():
+        return count
+    exact = narrow_bf16(values.reshape(-1)[where])
+    decoded.view(-1)[where] = exact.float()
+    gaps = torch.diff(where.cpu(), prepend=torch.tensor([-1])) - 1
+    return count + pack_gaps(gaps, guess_width(values.numel(), where.numel())) + tensor_bytes(exact)
+
+
+def _read_exceptions(reader: Reader, values: Tensor, what: str) -> None:
+    count = int.from_bytes(reader.take(4, what), "little")
+    if count > values.numel():
+        raise WireError(f"{what}: {count} of {values.numel()} values; the message is corrupt")
+    if not count:
+        return
+    where = (reader.gaps(count, values.numel(), what) + 1).cumsum(0) - 1
+    if int(where[-1]) >= values.numel():
+        raise WireError(f"{what}: beyond the {values.numel()} values; the message is corrupt")
+    values.view(-1)[where] = reader.tensor(count, torch.bfloat16, what).float()
 
 
 def grid(code: Tensor, step: Tensor, half: int) -> Tensor:
@@ -259,9 +279,23 @@ def grid(code: Tensor, step: Tensor, half: int) -> Tensor:
     return (code.to(torch.float32) - (half - 0.5)) * step.unsqueeze(1)
 
 
-def best_step(magnitude: Tensor, level: Tensor) -> Tensor:
-    """(c, 1): the step that minimises Σ (magnitude − level · step)² in each chunk."""
-    return (magnitude * level).sum(dim=1, keepdim=True) / (level * level).sum(dim=1, keepdim=True)
+def fit_grid(magnitude: Tensor, mask: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """(c, k) levels ½, 1½ … and (c, 1) steps that minimise Σ (magnitude − level · step)² over each chunk's mask."""
+    magnitude = magnitude * mask
+    level = torch.full_like(magnitude, 0.5)
+    step = best_step(magnitude, level, mask)
+    if half > 1:
+        step = magnitude.amax(dim=1, keepdim=True) / (half - 0.5)
+        for _ in range(3):  # assign and refit: converges in a few passes
+            level = (magnitude / step.clamp_min(1e-300)).floor().clamp_max(half - 1) + 0.5
+            step = best_step(magnitude, level, mask)
+    return level, step
+
+
+def best_step(magnitude: Tensor, level: Tensor, mask: Tensor) -> Tensor:
+    """(c, 1): the step for these levels; 0 where nothing is left to fit."""
+    squares = (mask * level * level).sum(dim=1, keepdim=True)
+    return (magnitude * level).sum(dim=1, keepdim=True) / squares.clamp_min(0.25)
 
 
 def narrow_bf16(values: Tensor, largest_factor: float = 1.0) -> Tensor:

@@ -39,7 +39,7 @@ class MethodChoice:
     transform: str | None = None
     """dct, random (a fixed rotation) or none."""
     drain: int | None = None
-    """Thick messages at the end (about a bit a parameter) that empty the residuals into the anchor."""
+    """Dense one-bit messages at the end that empty the residuals into the anchor."""
 
     def build(self) -> Method:
         numbers = {

@@ -26,7 +26,7 @@ class Method:
     every: int | None
     rule: Rule
     codec: Codec
-    drain: int = 0  # thick last messages that `finish` sends to empty the residuals
+    drain: int = 0  # dense one-bit messages that `finish` sends to empty the residuals
 
     def __post_init__(self) -> None:
         if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
@@ -42,11 +42,11 @@ class Method:
         return self.every is not None and self.rule.consensus
 
     def draining(self) -> Method:
-        """The row for the last messages: a quarter of the coefficients at one bit, step 1, no momentum."""
+        """The row for the last messages: every coefficient at one bit, step 1, no momentum."""
         assert isinstance(self.rule, Outer)
         assert isinstance(self.codec, TopK)
         rule = replace(self.rule, lr=1.0, momentum=0.0, decay=1.0, release=1.0)
-        return replace(self, rule=rule, codec=self.codec.thick)
+        return replace(self, rule=rule, codec=self.codec.whole)
 
     def numbers(self) -> dict[str, object]:
         """Everything that must be equal on all replicas, flat and printable."""

@@ -128,7 +128,7 @@ class Replica:
 
     def finish(self) -> list[Round]:
         """Bring all replicas to the same weights, the ones to save: a round for steps not yet exchanged, then `drain`
-        messages, about one bit a parameter each, that move the anchor to the mean of the replicas.
+        messages, every coefficient at one bit, that move the anchor to the mean of the replicas.
 
         Methods without consensus (`alone`, `published`) end with each replica's own weights.
         """
