@@ -392,7 +392,7 @@ def test_models_that_cannot_be_wrapped() -> None:
     replica = Replica(model, inner, overtone.decoupled(every=1), Solo())
     model.frozen.weight.requires_grad_(True)
     backward(replica, next(batches(0)))
-    with pytest.raises(ModelError, match=r"frozen\.weight: became trainable"):
+    with pytest.raises(PeerError, match=r"frozen\.weight became trainable"):
         replica.step()
 
 

@@ -1,5 +1,8 @@
 """The same weights from the simulator and from real processes; and the same error on every one of them."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +110,15 @@ def broken_worlds() -> dict[str, str]:
         replica.step()
 
     attempt("counter", miscounted)
+
+    def uneven() -> None:
+        replica = Replica(*build(rank), overtone.decoupled(every=3))
+        for batch, _ in zip(batches(rank), range(5 if rank == 1 else 6), strict=False):
+            backward(replica, batch)
+            replica.step()
+        replica.finish()
+
+    attempt("uneven", uneven)
     return told
 
 
@@ -118,10 +130,10 @@ def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
         assert told["method"].startswith("MismatchError: replicas do not match: every: 10 on ranks 0, 1; 20 on rank 2")
         assert "method: decoupled on rank 0; diloco on ranks 1, 2" in told["name"]
         assert "parameter weight: 6x4 float32 on ranks 0, 2; 5x4 float32 on rank 1" in told["model"]
-        for name, signal in (("nan drift", "drift"), ("nan dense", "drift"), ("nan gradient", "gradient")):
+        for name, kind in (("nan drift", "drift"), ("nan dense", "drift"), ("nan gradient", "gradient")):
             assert told[name].startswith("PeerError: round 0: rank 1 could not take part"), told[name]
             if rank == 1 or name == "nan drift":
-                assert f"the {signal} of parameter up.weight has" in told[name]
+                assert f"the {kind} of parameter up.weight has" in told[name]
         assert "moved" not in told
         for name in ("drift", "drift dense", "drift ddp"):
             assert told[name].startswith("MismatchError: round 2: the anchors"), told[name]
@@ -129,6 +141,7 @@ def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
             assert "on ranks 0, 1;" in told[name]
         assert told["counter"].startswith("MismatchError: round 0: the integer buffers (norm.num_batches_tracked)")
         assert 'buffers="private"' in told["counter"]
+        assert "replicas are at different steps: round after 6 steps on ranks 0, 2; round after 5" in told["uneven"]
 
 
 def longer_rounds() -> list[str]:
@@ -155,3 +168,33 @@ def test_anchors_stay_identical_for_a_hundred_rounds(tmp_path: Path) -> None:
     assert len(set(first["value"])) == len(first["value"])  # the anchor moves every round
     for other in others:
         assert other["value"] == first["value"]
+
+
+def doomed(method: overtone.Method) -> dict[str, Any]:
+    """Rank 2 is killed in the middle of a run; the others must be told, soon, and keep the weights they had."""
+    rank = dist.get_rank()
+    replica = Replica(*build(rank), method)
+    stream = batches(rank)
+    for step in range(100):
+        backward(replica, next(stream))
+        if rank == 2 and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = replica.fingerprint
+        begin = time.perf_counter()
+        try:
+            replica.step()
+        except overtone.OvertoneError as error:
+            waited = time.perf_counter() - begin
+            return {"told": f"{type(error).__name__}: {error}", "waited": waited, "same": replica.fingerprint == before}
+    return {"told": "nothing"}
+
+
+@pytest.mark.parametrize("method", [overtone.decoupled(every=2), overtone.diloco(every=2)], ids=["gathered", "summed"])
+def test_a_killed_replica_is_noticed_by_all(method: overtone.Method, tmp_path: Path) -> None:
+    *survivors, victim = worlds.run(doomed, method, size=3, folder=tmp_path)
+    assert victim == {"died": -signal.SIGKILL}
+    for rank, survivor in enumerate(survivors):
+        found = survivor["value"]
+        assert found["told"].startswith(f"PeerError: rank {rank} of 3: the exchange broke off"), found
+        assert found["waited"] < 60
+        assert found["same"]

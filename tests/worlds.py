@@ -24,6 +24,18 @@ def _rank(rank: int, size: int, folder: str, job: Callable[..., Any], args: tupl
 
 
 def run(job: Callable[..., Any], *args: Any, size: int, folder: Path) -> list[dict[str, Any]]:
-    """``job(*args)`` on every rank; per rank {"value": …} or {"error": …, "trace": …}."""
-    mp.spawn(_rank, (size, str(folder), job, args), nprocs=size)
-    return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(size)]
+    """``job(*args)`` on every rank; per rank {"value": …}, {"error": …, "trace": …}, or {"died": signal}."""
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(rank, size, str(folder), job, args)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=300)
+        if process.is_alive():  # a rank that hangs is a failed test, not a hung one
+            process.kill()
+            process.join()
+    found = []
+    for rank, process in enumerate(ranks):
+        path = folder / f"result{rank}"
+        found.append(torch.load(path, weights_only=False) if path.exists() else {"died": process.exitcode})
+    return found

@@ -38,11 +38,12 @@ class Parameters:
         """The exchanged parameters, detached: to read and to write."""
         return [p.detach() for p in self.trainable.values()]
 
-    def check_frozen(self) -> None:
-        """Refuse a parameter that was frozen when the replica was built and trains now: nobody would hear of it."""
+    def thawed(self) -> str:
+        """A complaint about a parameter that was frozen when the replica was built and trains now, unheard by others."""
         for name, p in self.all.items():
             if p.requires_grad and name not in self.trainable:
-                raise ModelError(f"parameter {name}: became trainable after the Replica was built; unfreeze it before")
+                return f"parameter {name} became trainable after the Replica was built; unfreeze it before"
+        return ""
 
     def culprit(self, kind: str, signal: Sequence[Tensor], step: int) -> str:
         """Which parameter made a signal that is not finite, and what to do about it."""

@@ -176,34 +176,32 @@ class Replica:
         return every is not None and self.steps - self.steps_at_round >= every
 
     def propose(self, method: Method | None = None) -> Exchange:
-        """This replica's half of a round: what to send. A signal that is not finite is confessed to the others, who
-        would otherwise wait for it in vain; `absorb` then raises on every rank.
+        """This replica's half of a round: what to send. Trouble, such as a signal that is not finite, is confessed to
+        the others, who would otherwise wait in vain; `absorb` then raises on every rank.
 
         ``method`` is another row than the replica's own, for the draining messages of `finish`.
         """
         method = method or self.method
         begin = time.perf_counter()
         before = copy.copy(self.transport.ledger.now)
-        self.parameters.check_frozen()
         signal = self._signal.read(self._scratch, scale=self._loss_scale())
         norm = _norm(signal)
         payload: Any = None
-        sent, why = None, ""
+        sent = None
 
         def encode(flat: Tensor) -> Sparse:
             nonlocal payload
             payload, decoded = method.codec.encode(flat, self.layout)
             return decoded
 
-        if math.isfinite(norm):
+        why = self.parameters.thawed() if math.isfinite(norm) else self._culprit()
+        if why:
+            kind = Kind.ABSTAIN if self._may_abstain() else Kind.FAILURE
+            exchange = self._pattern.refuse(self._header(kind), why, self.buffers)
+        else:
             sent = method.rule.propose(self.state, signal, encode)
             kind = Kind.ROUND if method is self.method else Kind.DRAIN
             exchange = self._pattern.pack(self._header(kind), payload, self.buffers)
-        else:
-            kind_of_signal = type(self._signal).__name__.lower()
-            why = self.parameters.culprit(kind_of_signal, self._signal.tensors(), self.steps)
-            kind = Kind.ABSTAIN if self._may_abstain() else Kind.FAILURE
-            exchange = self._pattern.refuse(self._header(kind), why, self.buffers)
         self._pending = _Pending(method, sent, why, norm, time.perf_counter() - begin, before)
         return exchange
 
@@ -391,6 +389,9 @@ class Replica:
         agreement.compare_anchors(self.rounds, ranks, [header.anchor for header in headers])
         agreement.compare_counters(self.rounds, ranks, [header.counters for header in headers], self.buffers.counters)
         return [] if any(header.kind is Kind.ABSTAIN for header in headers) else bodies
+
+    def _culprit(self) -> str:
+        return self.parameters.culprit(type(self._signal).__name__.lower(), self._signal.tensors(), self.steps)
 
     def _withdraw(self, pending: _Pending) -> None:
         if pending.sent is not None:

@@ -54,9 +54,14 @@ class Drift:
     inner_first = True
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
-        self.weights = [p.detach() for p in parameters]
+        self.parameters = list(parameters)
         self.layout = layout
         self.start: list[Tensor] = []
+
+    @property
+    def weights(self) -> list[Tensor]:
+        # Asked for each time: `model.to(...)` and the like give a parameter new storage.
+        return [p.detach() for p in self.parameters]
 
     def begin(self) -> None:
         self.start = [w.clone() for w in self.weights]
@@ -68,8 +73,9 @@ class Drift:
         return [start.float() - weight.float() for start, weight in zip(self.start, self.weights, strict=True)]
 
     def write(self, coeffs: Tensor, settle: Settle, *, scale: float = 1.0) -> None:  # noqa: ARG002
-        self.layout.write(coeffs, self.weights)
-        for start, weight in zip(self.start, self.weights, strict=True):
+        weights = self.weights
+        self.layout.write(coeffs, weights)
+        for start, weight in zip(self.start, weights, strict=True):
             settle(weight)
             start.copy_(weight)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overtone.bits import bytes_tensor, tensor_bytes
+from overtone.errors import PeerError
 
 SIZE_BYTES = 8  # the length of a message, told beside it
 
@@ -141,8 +142,20 @@ class Torch:
         on_gpu = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Wait on the ledger's time; a broken connection becomes an error that says who was cut off from whom."""
+        try:
+            with self.ledger.wait():
+                yield
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self.rank} of {self.size}: the exchange broke off ({error}). A replica died, the network was "
+                "cut or the process group's time-out passed; no weight was touched. Restart all from a checkpoint"
+            ) from error
+
     def gather(self, message: bytes) -> list[bytes]:
-        with self.ledger.wait():
+        with self._exchanging():
             mine = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
             sizes = [torch.empty_like(mine) for _ in range(self.size)]
             dist.all_gather(sizes, mine, group=self.group)
@@ -156,7 +169,7 @@ class Torch:
             return [tensor_bytes(one.cpu()) for one in heard]
 
     def sum(self, buffer: Tensor) -> Tensor:
-        with self.ledger.wait():
+        with self._exchanging():
             here = buffer.to(self.device)
             dist.all_reduce(here, group=self.group)
             self.ledger.summed(here.numel() * here.element_size(), self.size)
@@ -167,7 +180,7 @@ class Torch:
         raws = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         if not raws:
             return
-        with self.ledger.wait():
+        with self._exchanging():
             everything = torch.cat([raw.to(self.device) for raw in raws])
             dist.broadcast(everything, src=source, group=self.group)
         if self.rank == 0:
