@@ -145,7 +145,7 @@ def test_resting_bf16_weights_have_no_drift() -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     replica = Replica(model, inner, overtone.diloco(every=1), Solo())
     replica.state["anchor"] += 1e-5
-    replica._signal.write(replica.state["anchor"], lambda t: t)
+    replica.signal.write(replica.state["anchor"], lambda t: t)
     before = replica.state["anchor"].clone()
     for _ in range(3):
         model.weight.grad = torch.ones_like(model.weight)
@@ -209,7 +209,7 @@ def test_unused_parameters_stay_unused(method: Method) -> None:
     cluster = run_cluster(method, replicas=2, steps=4)
     for replica in cluster.replicas:
         assert torch.equal(replica.model.unused, torch.ones(3, 2))
-        if not replica._signal.inner_first:
+        if not replica.signal.inner_first:
             assert replica.model.unused.grad is None
 
 

@@ -23,7 +23,8 @@ from overtone.methods import (
     sparse_loco,
 )
 from overtone.network import Absence, Link
-from overtone.replica import Replica, Round
+from overtone.record import Round
+from overtone.replica import Replica
 from overtone.simulate import Cluster
 from overtone.transport import Ledger, Solo, Torch
 from overtone.version import __version__

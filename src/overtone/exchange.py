@@ -7,7 +7,8 @@ carry it in one process and the simulator can carry K of them in lockstep, throu
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -65,6 +66,20 @@ def hold(talk: Talk[T], transport: Transport) -> T:
         return result
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A round's exchange, verified but not decoded: everybody's header, and bodies for the pattern's own `mean`."""
+
+    headers: list[Header]
+    bodies: list[Any]  # one per header if gathered, one for all if summed
+
+    def confession(self, position: int) -> str:
+        """What the sender at this position said instead of a payload."""
+        if len(self.bodies) == len(self.headers) and isinstance(self.bodies[position], bytes):
+            return str(self.bodies[position].decode(errors="replace"))
+        return "its own log says why"
+
+
 class Pattern(Protocol):
     """How the payloads of a codec are packed into one exchange and taken apart again."""
 
@@ -74,12 +89,10 @@ class Pattern(Protocol):
         """An exchange without payload, for a replica that has none but must not leave the others waiting."""
         ...
 
-    def open(self, heard: Any, expected: Expected, peers: Sequence[int]) -> tuple[list[Header], list[Any]]:
-        """Everybody's header and body, verified."""
-        ...
+    def open(self, heard: Any, expected: Expected, peers: Sequence[int]) -> Opened: ...
 
     def mean(
-        self, bodies: list[Any], codec: Codec, buffers: Buffers, *, over_senders: bool
+        self, opened: Opened, codec: Codec, buffers: Buffers, *, over_senders: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """The mean of all payloads (flat), and of all floating buffers."""
         ...
@@ -99,25 +112,24 @@ class Gathered:
     def refuse(self, header: Header, why: str, buffers: Buffers) -> Exchange:  # noqa: ARG002
         return Gather(wire.seal(header, why.encode()))
 
-    def open(self, heard: list[bytes], expected: Expected, peers: Sequence[int]) -> tuple[list[Header], list[bytes]]:
-        headers, bodies = [], []
+    def open(self, heard: list[bytes], expected: Expected, peers: Sequence[int]) -> Opened:
+        opened = Opened([], [])
         for rank, message in zip(peers, heard, strict=True):
-            try:
+            with _refusing(f"message of rank {rank}", expected.round):
                 header, body = wire.unseal(message, expected, rank)
-            except WireError as error:
-                raise PeerError(f"round {expected.round}: the message of rank {rank} was refused: {error}") from error
-            headers.append(header)
-            bodies.append(body)
-        return headers, bodies
+            opened.headers.append(header)
+            opened.bodies.append(body)
+        return opened
 
     def mean(
-        self, bodies: list[bytes], codec: Codec, buffers: Buffers, *, over_senders: bool
+        self, opened: Opened, codec: Codec, buffers: Buffers, *, over_senders: bool
     ) -> tuple[Tensor, list[Tensor]]:
         payloads, their_buffers = [], []
-        for body in bodies:
-            reader = Reader(body)
-            their_buffers.append(buffers.unpack(reader))
-            payloads.append(codec.decode(body[reader.at :], self.layout))
+        for header, body in zip(opened.headers, opened.bodies, strict=True):
+            with _refusing(f"payload of rank {header.sender}", header.round):
+                reader = Reader(body)
+                their_buffers.append(buffers.unpack(reader))
+                payloads.append(codec.decode(body[reader.at :], self.layout))
         return mean(payloads, self.layout, self.device, over_senders=over_senders), average(their_buffers)
 
 
@@ -138,27 +150,34 @@ class Summed:
     def refuse(self, header: Header, why: str, buffers: Buffers) -> Exchange:  # noqa: ARG002
         return self.pack(header, self.layout.empty(self.device), buffers)
 
-    def open(self, heard: Tensor, expected: Expected, peers: Sequence[int]) -> tuple[list[Header], list[Tensor]]:
+    def open(self, heard: Tensor, expected: Expected, peers: Sequence[int]) -> Opened:
         cut = heard.numel() - self.size * wire.SLOT
-        try:
+        with _refusing("sum", expected.round):
             headers = wire.read_slots(heard[cut:], expected)
-        except WireError as error:
-            raise PeerError(f"round {expected.round}: the sum was refused: {error}") from error
         spoke = [header.sender for header in headers]
         if spoke != list(peers):
             raise PeerError(f"round {expected.round}: heard ranks {spoke}, expected {list(peers)}")
-        return headers, [heard[:cut] / len(headers)]
+        return Opened(headers, [heard[:cut] / len(headers)])
 
     def mean(
         self,
-        bodies: list[Tensor],
+        opened: Opened,
         codec: Codec,  # noqa: ARG002
         buffers: Buffers,
         *,
         over_senders: bool,  # noqa: ARG002
     ) -> tuple[Tensor, list[Tensor]]:
-        (body,) = bodies
+        (body,) = opened.bodies
         return body[: self.layout.size], buffers.split(body[self.layout.size :])
+
+
+@contextmanager
+def _refusing(what: str, index: int) -> Iterator[None]:
+    """Every rank sees the same bytes, so every rank refuses them alike."""
+    try:
+        yield
+    except WireError as error:
+        raise PeerError(f"round {index}: the {what} was refused: {error}") from error
 
 
 def pattern_for(codec: Codec, layout: Layout, transport: Transport, device: torch.device) -> Pattern:

@@ -39,7 +39,7 @@ class Parameters:
         return [p.detach() for p in self.trainable.values()]
 
     def thawed(self) -> str:
-        """A complaint about a parameter that was frozen when the replica was built and trains now, unheard by others."""
+        """A complaint about a parameter that was frozen when the replica was built and trains now, unheard."""
         for name, p in self.all.items():
             if p.requires_grad and name not in self.trainable:
                 return f"parameter {name} became trainable after the Replica was built; unfreeze it before"

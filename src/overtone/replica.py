@@ -19,32 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overtone import agreement, fingerprint
+from overtone import agreement, fingerprint, saving
 from overtone.buffers import Buffers
 from overtone.codec import Sparse
-from overtone.errors import OvertoneError, PeerError, StateError
-from overtone.exchange import Broadcast, Exchange, Gather, Talk, hold, pattern_for
+from overtone.errors import OvertoneError, PeerError
+from overtone.exchange import Broadcast, Exchange, Gather, Opened, Talk, hold, pattern_for
 from overtone.inner import Closure, InnerStep
 from overtone.methods import Method, decoupled
 from overtone.parameters import Parameters
+from overtone.record import Round
 from overtone.transport import Count, Transport, connect
 from overtone.wire import Expected, Header, Kind
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one exchange did. Bytes and seconds are this replica's own, measured where they happen."""
-
-    index: int
-    local_steps: int
-    bytes_sent: int
-    bytes_received: int
-    seconds_encoding: float
-    seconds_waiting: float
-    seconds_decoding: float
-    drift_norm: float  # of the gradient, for methods that exchange gradients
-    residual_norm: float
-    anchor_fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -91,10 +76,10 @@ class Replica:
         exchanged = self.parameters.exchanged
         self.device = exchanged[0].device
         self.layout = self.method.codec.layout([p.shape for p in exchanged])
-        self._signal = self.method.signal(exchanged, self.layout)
+        self.signal = self.method.signal(exchanged, self.layout)
         self._pattern = pattern_for(self.method.codec, self.layout, self.transport, self.device)
-        self._about = agreement.introduction(self.method, self.parameters.all, dict(model.named_buffers()))
-        self._schema = agreement.schema_of(self._about)
+        self.about = agreement.introduction(self.method, self.parameters.all, dict(model.named_buffers()))
+        self._schema = agreement.schema_of(self.about)
         self._inner_step = InnerStep(inner, exchanged)
         self._pending: _Pending | None = None
         self._scratch = torch.empty(0)
@@ -105,7 +90,7 @@ class Replica:
     @property
     def fingerprint(self) -> str:
         """Of the anchor as it is now; equal on every replica if the method has consensus."""
-        return fingerprint.of_tensors(self._shared()).hex()
+        return fingerprint.of_tensors(self.anchor_tensors()).hex()
 
     # -- the user's verbs ------------------------------------------------------------------------------------------
 
@@ -167,7 +152,7 @@ class Replica:
         Where gradients are exchanged the inner optimiser has to wait for the round: `absorb` steps it.
         """
         self._inner_step = InnerStep(self.inner, self.parameters.exchanged, clip, scaler, closure)
-        if self._signal.inner_first:
+        if self.signal.inner_first:
             self._inner_step.take()
         else:
             self._inner_step.must_wait(self.method.name)
@@ -184,7 +169,7 @@ class Replica:
         method = method or self.method
         begin = time.perf_counter()
         before = copy.copy(self.transport.ledger.now)
-        signal = self._signal.read(self._scratch, scale=self._loss_scale())
+        signal = self.signal.read(self._scratch, scale=self._loss_scale())
         norm = _norm(signal)
         payload: Any = None
         sent = None
@@ -213,23 +198,23 @@ class Replica:
         begin = time.perf_counter()
         rule = pending.method.rule
         try:
-            bodies = self._verified(heard, pending)
-            if bodies:
+            opened = self._verified(heard, pending)
+            if opened is not None:
                 mean, buffers = self._pattern.mean(
-                    bodies, pending.method.codec, self.buffers, over_senders=rule.over_senders
+                    opened, pending.method.codec, self.buffers, over_senders=rule.over_senders
                 )
         except OvertoneError:
             self._withdraw(pending)
             raise
-        if bodies:
-            self._signal.write(rule.absorb(self.state, mean), rule.settle, scale=self._loss_scale())
+        if opened is not None:
+            self.signal.write(rule.absorb(self.state, mean), rule.settle, scale=self._loss_scale())
             self.buffers.absorb(buffers)
         else:
             self._withdraw(pending)
             self._spoil_gradient()
-        if not self._signal.inner_first:
+        if not self.signal.inner_first:
             self._inner_step.take()
-        self._fingerprint = fingerprint.of_tensors(self._shared())
+        self.remember_anchor()
         now = self.transport.ledger.now
         done = Round(
             index=self.rounds,
@@ -252,22 +237,22 @@ class Replica:
     def joining(self) -> Talk[None]:
         """Greet: same method and model everywhere? Then rank 0's weights everywhere, verified."""
         peers = self.transport.peers
-        heard = yield Gather(json.dumps(self._about).encode())
+        heard = yield Gather(json.dumps(self.about).encode())
         agreement.compare_introductions(dict(zip(peers, heard, strict=True)))
         yield Broadcast([*self.parameters.all.values(), *self.buffers.tensors()])
         self.buffers.remember()
-        self._signal.begin()
+        self.signal.begin()
         self._scratch = self.layout.empty(self.device)
         weights = self.layout.read(self.parameters.tensors, self._scratch).clone()
         self.state = self.method.rule.begin(weights, lossless=self.method.codec.lossless)
-        self._fingerprint = fingerprint.of_tensors(self._shared())
+        self.remember_anchor()
         held = fingerprint.of_tensors([*self.parameters.all.values(), *self.buffers.tensors()])
         heard = yield Gather(held + self._fingerprint)
         agreement.compare_initial_weights(peers, [h[:8] for h in heard])
         if self.method.consensus and len({h[8:16] for h in heard}) > 1:
             # Equal weights, unequal coefficients: the hosts round the transform differently. Rank 0's count.
-            yield Broadcast(self._shared())
-            self._fingerprint = fingerprint.of_tensors(self._shared())
+            yield Broadcast(self.anchor_tensors())
+            self.remember_anchor()
         self.transport.ledger.phase = "rounds"
 
     def rounding(self, method: Method | None = None) -> Talk[Round]:
@@ -287,7 +272,7 @@ class Replica:
             self.state["residual"].zero_()
         if self.method.consensus:
             if "anchor" in self.state:
-                self._signal.write(self.state["anchor"], self.method.rule.settle)
+                self.signal.write(self.state["anchor"], self.method.rule.settle)
             heard = yield Gather(self._fingerprint)
             agreement.compare_anchors(self.rounds, self.transport.peers, [h[:8] for h in heard])
         ledger.phase = "rounds"
@@ -300,98 +285,43 @@ class Replica:
 
         The model and the inner optimiser have state of their own: save and load them beside this, the model first.
         """
-        return {
-            "about": dict(self._about),
-            "steps": self.steps,
-            "rounds": self.rounds,
-            "steps_at_round": self.steps_at_round,
-            "fingerprint": self._fingerprint.hex(),
-            "state": dict(self.state),
-            "signal": list(self._signal.state()),
-            "buffers": list(self.buffers.shared),
-            "ledger": self.transport.ledger.state_dict(),
-        }
+        return saving.save(self)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `state_dict`; refused, naming the difference, if it is of another model or method."""
-        agreement.compare_saved(saved.get("about", {}), self._about)
-        try:
-            for name, tensor in self.state.items():
-                tensor.copy_(saved["state"][name])
-            for mine, theirs in zip(self._signal.state(), saved["signal"], strict=True):
-                mine.copy_(theirs)
-            for mine, theirs in zip(self.buffers.shared, saved["buffers"], strict=True):
-                mine.copy_(theirs)
-            self.steps, self.rounds = int(saved["steps"]), int(saved["rounds"])
-            self.steps_at_round = int(saved["steps_at_round"])
-            self._fingerprint = bytes.fromhex(saved["fingerprint"])
-            self.transport.ledger.load_state_dict(saved["ledger"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(
-                f"saved state: incomplete or damaged ({error!r}); load one that state_dict() made"
-            ) from error
-
-    def shared_state(self) -> dict[str, Any]:
-        """What a newcomer takes over from this replica: the anchor, what else the rule shares, buffers, counts.
-
-        Where the weights serve as anchor (gradient methods) they follow from the inner optimiser's state, so that is
-        shared as well.
-        """
-        return {
-            "tensors": self._shared_tensors(),
-            "inner": None if "anchor" in self.state else self.inner.state_dict(),
-            "steps": self.steps,
-            "rounds": self.rounds,
-            "steps_at_round": self.steps_at_round,
-        }
-
-    def adopt(self, shared: Mapping[str, Any]) -> None:
-        """Go on from a peer's `shared_state` with nothing left to say of one's own: the residual is empty."""
-        for vector in self.state.values():
-            vector.zero_()
-        for mine, theirs in zip(self._shared_tensors(), shared["tensors"], strict=True):
-            mine.copy_(theirs)
-        if shared["inner"] is not None:
-            self.inner.load_state_dict(copy.deepcopy(shared["inner"]))
-        self.buffers.remember()
-        if "anchor" in self.state:
-            self._signal.write(self.state["anchor"], self.method.rule.settle)
-        self.steps, self.rounds = shared["steps"], shared["rounds"]
-        self.steps_at_round = shared["steps_at_round"]
-        self._fingerprint = fingerprint.of_tensors(self._shared())
+        saving.restore(self, saved)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _shared(self) -> list[Tensor]:
-        """What a fingerprint is taken of: the anchor, or the weights where they are the anchor."""
+    def anchor_tensors(self) -> list[Tensor]:
+        """What a fingerprint is taken of: the anchor, or the weights where they serve as one."""
         return [self.state["anchor"]] if "anchor" in self.state else self.parameters.tensors
 
-    def _shared_tensors(self) -> list[Tensor]:
-        also = [self.state[name] for name in self.method.rule.shared if name in self.state and name != "anchor"]
-        return [*self._shared(), *also, *self.buffers.tensors()]
+    def remember_anchor(self) -> None:
+        """Take the fingerprint that the next message will carry."""
+        self._fingerprint = fingerprint.of_tensors(self.anchor_tensors())
 
     def _header(self, kind: Kind) -> Header:
         anchor = self._fingerprint if self.method.consensus else bytes(8)
         counters = self.buffers.counters_fingerprint()
         return Header(kind, self.transport.rank, self.rounds, self.steps, self._schema, anchor, counters)
 
-    def _verified(self, heard: Any, pending: _Pending) -> list[Any]:
-        """Everybody's body; none if somebody abstained. Raises, on every rank alike, if this round must not count."""
-        expected = Expected(self.rounds, self._schema)
-        headers, bodies = self._pattern.open(heard, expected, self.transport.peers)
+    def _verified(self, heard: Any, pending: _Pending) -> Opened | None:
+        """What to absorb; None if somebody abstained. Raises, on every rank alike, if this round must not count."""
+        opened = self._pattern.open(heard, Expected(self.rounds, self._schema), self.transport.peers)
+        headers = opened.headers
         for position, header in enumerate(headers):
             if header.kind is Kind.FAILURE:
-                told = bodies[position] if len(bodies) == len(headers) else b""
-                why = pending.why if header.sender == self.transport.rank else _text(told)
+                why = pending.why if header.sender == self.transport.rank else opened.confession(position)
                 raise PeerError(f"round {self.rounds}: rank {header.sender} could not take part: {why}")
         ranks = [header.sender for header in headers]
         agreement.compare_progress(self.rounds, headers)
         agreement.compare_anchors(self.rounds, ranks, [header.anchor for header in headers])
         agreement.compare_counters(self.rounds, ranks, [header.counters for header in headers], self.buffers.counters)
-        return [] if any(header.kind is Kind.ABSTAIN for header in headers) else bodies
+        return None if any(header.kind is Kind.ABSTAIN for header in headers) else opened
 
     def _culprit(self) -> str:
-        return self.parameters.culprit(type(self._signal).__name__.lower(), self._signal.tensors(), self.steps)
+        return self.parameters.culprit(type(self.signal).__name__.lower(), self.signal.tensors(), self.steps)
 
     def _withdraw(self, pending: _Pending) -> None:
         if pending.sent is not None:
@@ -399,10 +329,10 @@ class Replica:
 
     def _may_abstain(self) -> bool:
         """Under a `GradScaler` an overflow is business as usual: everybody skips the step."""
-        return self._inner_step.scaler is not None and not self._signal.inner_first
+        return self._inner_step.scaler is not None and not self.signal.inner_first
 
     def _loss_scale(self) -> float:
-        return 1.0 if self._signal.inner_first else self._inner_step.scale
+        return 1.0 if self.signal.inner_first else self._inner_step.scale
 
     def _spoil_gradient(self) -> None:
         """Somebody's gradient overflowed: let this replica's scaler find an infinity too, so that all skip alike."""
@@ -415,7 +345,3 @@ class Replica:
 def _norm(flat: Tensor) -> float:
     norm = float(torch.linalg.vector_norm(flat))
     return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(flat, dtype=torch.float64))
-
-
-def _text(raw: Any) -> str:
-    return raw.decode(errors="replace") if isinstance(raw, bytes) and raw else "its own log says why"

@@ -13,13 +13,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from overtone import saving
 from overtone.errors import OvertoneError
 from overtone.exchange import Broadcast, Exchange, Gather, Sum, Talk
 from overtone.inner import Closure
 from overtone.methods import Method
 from overtone.network import Absence, Link
 from overtone.randomness import Randomness
-from overtone.replica import Replica, Round
+from overtone.record import Round
+from overtone.replica import Replica
 from overtone.transport import SIZE_BYTES, Ledger
 
 T = TypeVar("T")
@@ -187,8 +189,8 @@ class Cluster:
             absence.rank for absence in self.absences if absence.covers(self.rounds) or absence.returns == self.rounds
         }
         peer = next(r for r in self.replicas if r.transport.rank not in away)
-        shared = peer.shared_state()
-        self.replicas[rank].adopt(shared)
+        shared = saving.share(peer)
+        saving.adopt(self.replicas[rank], shared)
         size = _bytes_of(shared)
         self.replicas[rank].transport.ledger.now.received += size
         peer.transport.ledger.now.sent += size
