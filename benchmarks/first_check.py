@@ -138,10 +138,8 @@ def main() -> None:
     def done(cell: str, result: dict[str, Any]) -> None:
         write_json(Path(cell), result)
         (RESULTS / "first_check.md").write_text(report(folders))
-        print(
-            f"{Path(cell).parent.name}/{Path(cell).name}: {result['val_loss']:.4f}, {result['wall_seconds']:.0f} s",
-            flush=True,
-        )
+        where = Path(cell).relative_to(RESULTS)
+        print(f"{where}: {result['val_loss']:.4f}, {result['wall_seconds']:.0f} s", flush=True)
 
     run_side_by_side(cells, workers=args.workers, progress=lambda *_: None, done=done)
     (RESULTS / "first_check.md").write_text(report(folders))

@@ -9,7 +9,8 @@ import overtone
 ROOT = Path(overtone.__file__).parent
 SCIENCE = {
     "agreement", "bits", "buffers", "codec", "dct", "errors", "exchange", "fingerprint", "inner", "layout", "methods",
-    "network", "parameters", "randomness", "record", "replica", "rules", "saving", "signals", "simulate", "transport", "version", "wire",
+    "network", "parameters", "randomness", "record", "replica", "rules", "saving", "signals", "simulate", "transport",
+    "version", "wire",
 }  # fmt: skip
 TRANSPORTS = {"transport"}
 
