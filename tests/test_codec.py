@@ -44,7 +44,6 @@ def test_sent_is_what_receivers_decode(
     layout = codec.layout([shape])
     flat = kinds(seed, layout.size)[kind]
     payload, sent = codec.encode(flat, layout)
-    assert isinstance(payload, bytes)
     ours, theirs = layout.empty(CPU), layout.empty(CPU)
     sent.add_to(ours)
     codec.decode(payload, layout).add_to(theirs)
@@ -121,7 +120,6 @@ def test_mean_over_all_and_over_senders() -> None:
     heard = []
     for values in ([9.0, 0.0, 0.0, 1.0], [3.0, 0.0, 0.0, 1.0], [0.0, 6.0, 0.0, 0.0]):
         payload, _ = codec.encode(torch.tensor(values), layout)
-        assert isinstance(payload, bytes)
         heard.append(codec.decode(payload, layout))
     assert mean(heard, layout, CPU, over_senders=False).tolist() == [4.0, 2.0, 0.0, 0.0]
     assert mean(heard, layout, CPU, over_senders=True).tolist() == [6.0, 6.0, 0.0, 0.0]

@@ -79,7 +79,7 @@ class Codec(Protocol):
 
     def encode(self, flat: Tensor, layout: Layout) -> tuple[Payload, Sparse]: ...
 
-    def decode(self, payload: bytes, layout: Layout) -> Sparse: ...
+    def decode(self, payload: Payload, layout: Layout) -> Sparse: ...
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,11 @@ class Dense:
 
     def encode(self, flat: Tensor, layout: Layout) -> tuple[Payload, Sparse]:
         sent = flat.clone()
-        return sent, Sparse(tuple(Part(group, None, group.of(sent)) for group in layout.groups))
+        return sent, self.decode(sent, layout)
 
-    def decode(self, payload: bytes, layout: Layout) -> Sparse:
-        reader = Reader(payload)
-        flat = reader.tensor(layout.size, torch.float32, "dense values")
-        reader.end()
-        return Sparse(tuple(Part(group, None, group.of(flat)) for group in layout.groups))
+    def decode(self, payload: Payload, layout: Layout) -> Sparse:
+        assert isinstance(payload, Tensor)
+        return Sparse(tuple(Part(group, None, group.of(payload)) for group in layout.groups))
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,8 @@ class TopK:
             parts.append(Part(group, index, values))
         return bytes(payload), Sparse(tuple(parts))
 
-    def decode(self, payload: bytes, layout: Layout) -> Sparse:
+    def decode(self, payload: Payload, layout: Layout) -> Sparse:
+        assert isinstance(payload, bytes)
         reader, parts = Reader(payload), []
         for group in layout.groups:
             k = self.kept(group)
