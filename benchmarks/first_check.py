@@ -72,32 +72,35 @@ def collect(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def table(folder: Path) -> str:
-    """Markdown: means over seeds; single seeds where there is one. Gains are taken on the seeds that all have."""
+    """Markdown. Means over seeds; a row is compared with `alone` and the best DiLoCo on the seeds that it has itself."""
     found = collect(folder)
-    best = min(mean(r["val_loss"] for r in rs) for label, rs in found.items() if label.startswith("diloco, H=10"))
-    alone = mean(r["val_loss"] for r in found["alone"])
+
+    def loss_of(label: str, seeds: int) -> float:
+        return mean(r["val_loss"] for r in found[label][:seeds])
+
     reference = found["diloco, H=10, outer (0.9, 0.8)"][0]["bytes_sent"]
     lines = [
         "| method | loss | seeds | against best DiLoCo | gain kept | bytes sent | against DiLoCo | before | drift |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    order = sorted(found, key=lambda label: [label.startswith(name) for name in SHOWN].index(True))
-    for label in order:
+    for label in sorted(found, key=lambda label: [label.startswith(name) for name in SHOWN].index(True)):
         results = found[label]
-        sent = results[0]["bytes_sent"]
+        seeds, sent = len(results), results[0]["bytes_sent"]
+        best = min(loss_of(other, seeds) for other in found if other.startswith("diloco, H=10"))
+        alone = loss_of("alone", seeds)
         versions = {label: "val_loss"}
-        if label.startswith("published"):
+        if not results[0]["consensus"] and results[0]["rounds"]:
             versions = {f"{label}: replica 0": "val_loss", f"{label}: mean of replicas": "val_loss_average"}
         for name, key in versions.items():
             losses = [r[key] for r in results]
             loss = mean(losses)
-            spread = " / ".join(f"{x:.3f}" for x in losses) if len(losses) > 1 else "one"
+            spread = " / ".join(f"{x:.3f}" for x in losses) if seeds > 1 else "0 only"
             before = mean(r["val_loss_anchor"] for r in results)
-            kept = share_of_gain(loss, alone=alone, diloco=best)
             drift = max(r["max_drift"] for r in results)
             lines.append(
-                f"| {name} | {loss:.3f} | {spread} | {loss / best - 1:+.1%} | {kept} | "
-                f"{human_bytes(sent)} | {ratio(reference, sent)} | {before:.3f} | {drift:.1%} |"
+                f"| {name} | {loss:.3f} | {spread} | {loss / best - 1:+.1%} | "
+                f"{share_of_gain(loss, alone=alone, diloco=best)} | {human_bytes(sent)} | {ratio(reference, sent)} | "
+                f"{before:.3f} | {drift:.1%} |"
             )
     return "\n".join(lines)
 

@@ -166,7 +166,7 @@ def test_buffers_are_averaged_and_counters_agree(method: Method) -> None:
     assert not torch.equal(*own)
     cluster.step()
     for replica in cluster.replicas:
-        assert torch.equal(replica.model.norm.running_mean, (own[0] + own[1]) / 2)
+        assert torch.allclose(replica.model.norm.running_mean, (own[0] + own[1]) / 2, rtol=0, atol=1e-7)
         assert int(replica.model.norm.num_batches_tracked) == 1
         assert replica.model.mask.tolist() == [0.0, float("-inf")]
 
@@ -245,9 +245,9 @@ def test_accumulated_gradients(method: Method) -> None:
             cluster.step()
         cluster.finish()
         results.append(weights(cluster.replicas[0]))
-    lr = 0.05
-    # demo steps by ±lr wherever the sign of a near-zero sum falls; the others differ by rounding alone.
-    assert largest_difference(*results) <= (6 * 2 * lr if method.rule.__class__.__name__ == "DeMo" else 1e-4)
+    # They differ by rounding alone, except where it decides the sign of a near-zero sum (demo): few values, then.
+    apart = torch.cat([((a - b).abs() > 1e-4).view(-1) for a, b in zip(*map(dict.values, results), strict=True)])
+    assert float(apart.float().mean()) <= 0.005
 
 
 @every_method

@@ -96,7 +96,6 @@ def broken_worlds() -> dict[str, str]:
             if rank == 2 and index == 1:  # a cosmic ray: one bit of one number
                 target = replica.state["anchor"] if "anchor" in replica.state else replica.model.up.weight.detach()
                 target.view(-1)[7] += 1e-6
-                replica._fingerprint = bytes.fromhex(replica.fingerprint)
 
     attempt("drift", lambda: drifted(overtone.decoupled(every=1)))
     attempt("drift dense", lambda: drifted(overtone.diloco(every=1)))
@@ -198,3 +197,25 @@ def test_a_killed_replica_is_noticed_by_all(method: overtone.Method, tmp_path: P
         assert found["told"].startswith(f"PeerError: rank {rank} of 3: the exchange broke off"), found
         assert found["waited"] < 60
         assert found["same"]
+
+
+def two_islands() -> dict[str, Any]:
+    """Four processes, two worlds of two: a transport on a subgroup knows nothing of the others."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    transport = overtone.Torch(groups[rank % 2])
+    replica = Replica(*build(rank), overtone.decoupled(every=2), transport)
+    stream = batches(rank)
+    for _ in range(4):
+        backward(replica, next(stream))
+        replica.step()
+    replica.finish()
+    return {"rank": transport.rank, "size": transport.size, "fingerprint": replica.fingerprint}
+
+
+def test_a_group_of_some_ranks_is_a_world_of_its_own(tmp_path: Path) -> None:
+    found = [result["value"] for result in worlds.run(two_islands, size=4, folder=tmp_path)]
+    assert [(one["rank"], one["size"]) for one in found] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert found[0]["fingerprint"] == found[2]["fingerprint"]
+    assert found[1]["fingerprint"] == found[3]["fingerprint"]
+    assert found[0]["fingerprint"] != found[1]["fingerprint"]

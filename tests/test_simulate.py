@@ -98,6 +98,7 @@ def test_who_is_away_at_the_end_comes_home() -> None:
         cluster.step()
     cluster.finish()
     assert cluster.replicas[0].fingerprint == cluster.replicas[1].fingerprint
+    assert largest_difference(*(weights(replica) for replica in cluster.replicas)) == 0.0
 
 
 def test_replicas_have_random_states_of_their_own() -> None:

@@ -15,12 +15,15 @@ from overtone.version import __version__
 from overtone.wire import VERSION, Header, Kind
 
 
-def introduction(method: Method, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, object]:
+def introduction(
+    method: Method, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], policy: str
+) -> dict[str, object]:
     """Everything that must be equal on all replicas before the first step, flat: one key, one printable value."""
     about: dict[str, object] = {"overtone": __version__, "wire": VERSION, **method.numbers()}
     about["parameters"] = len(parameters)
     about["order of parameters"] = fingerprint.of_text("\n".join(parameters)).hex()
-    about |= {f"parameter {name}": _outline(t) for name, t in parameters.items()}
+    about |= {f"parameter {n}": _outline(t) + ("" if t.requires_grad else ", frozen") for n, t in parameters.items()}
+    about["buffers"] = policy
     about |= {f"buffer {name}": _outline(t) for name, t in buffers.items()}
     return about
 

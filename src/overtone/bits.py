@@ -56,7 +56,7 @@ def rice_width(gaps: Tensor, guess: int) -> int:
 def pack_gaps(gaps: Tensor, guess: int) -> bytes:
     """Rice code of (n,) non-negative integers: one byte of width, the low bits verbatim, the high parts in unary.
 
-    For gaps between the k strongest of n coefficients this stays within 3 % of log2 C(n, k): tests/test_wire.py.
+    For gaps between the k strongest of n coefficients this stays within 5 % of log2 C(n, k): tests/test_wire.py.
     """
     width = rice_width(gaps, guess)
     ends = ((gaps >> width) + 1).cumsum(0) - 1  # where each unary number puts its closing one

@@ -1,8 +1,9 @@
 """A model's buffers between replicas: running statistics and counters.
 
 The policy: floating buffers are averaged each round; integer and boolean ones are broadcast at the start and then
-checked (their fingerprint rides in every header). A floating buffer that did not change since the last round, such as a
-mask or a table of frequencies, travels as one bit. ``private`` leaves every buffer to its replica.
+checked (their fingerprint rides in every header). A floating buffer that nobody changed since the last round, such as a
+mask or a table of frequencies, is left exactly as it is; in a gathered message it travels as one bit. ``private``
+leaves every buffer to its replica.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from overtone import fingerprint
 from overtone.bits import Reader, field_bytes, pack_flags, tensor_bytes, unpack_flags
 from overtone.errors import ModelError
+from overtone.parameters import plain_name
 
 POLICIES = ("shared", "private")
 
@@ -24,16 +26,20 @@ class Buffers:
         if policy not in POLICIES:
             raise ModelError(f"buffers={policy!r}: choose one of {', '.join(POLICIES)}")
         self.model = model
-        named = dict(model.named_buffers()) if policy == "shared" else {}
+        self.policy = policy
+        named = self.named() if policy == "shared" else {}
         self.floats = [name for name, b in named.items() if b.is_floating_point()]
         self.counters = [name for name, b in named.items() if not b.is_floating_point()]
         self.shared: list[Tensor] = []  # the floating buffers as all replicas knew them after the last round
         self.remember()
 
-    def _get(self, names: Sequence[str]) -> list[Tensor]:
+    def named(self) -> dict[str, Tensor]:
         # By name each time: a module may replace its buffer instead of writing into it.
-        named = dict(self.model.named_buffers())
-        return [named[name].detach() for name in names]
+        return {plain_name(name): b.detach() for name, b in self.model.named_buffers()}
+
+    def _get(self, names: Sequence[str]) -> list[Tensor]:
+        named = self.named()
+        return [named[name] for name in names]
 
     def tensors(self) -> list[Tensor]:
         """All buffers under the policy, floating ones first."""
@@ -55,6 +61,16 @@ class Buffers:
     def counters_fingerprint(self) -> bytes:
         return fingerprint.of_tensors(self._get(self.counters)) if self.counters else bytes(8)
 
+    def trouble(self) -> str:
+        """Why the buffers cannot be exchanged now, if they cannot."""
+        named = self.named()
+        for name, shared in zip(self.floats, self.shared, strict=True):
+            if name not in named or named[name].shape != shared.shape:
+                return f'buffer {name} was removed or resized; build the Replica with buffers="private"'
+            if bool((~torch.isfinite(named[name]) & (named[name] != shared)).any()):
+                return f"buffer {name} has values that are not finite; lower the learning rate, go on from a checkpoint"
+        return ""
+
     # -- as bytes, for messages ------------------------------------------------------------------------------------
 
     def pack(self) -> bytes:
@@ -62,43 +78,44 @@ class Buffers:
         if not self.floats:
             return b""
         now = self._get(self.floats)
-        changed = [not _same(b, s) for b, s in zip(now, self.shared, strict=True)]
+        changed = [not torch.equal(b, s) for b, s in zip(now, self.shared, strict=True)]
         values = [tensor_bytes(b.float()) for b, moved in zip(now, changed, strict=True) if moved]
         return tensor_bytes(pack_flags(torch.tensor(changed))) + b"".join(values)
 
-    def unpack(self, reader: Reader) -> list[Tensor]:
-        """One replica's floating buffers; the unchanged ones from what is shared."""
+    def unpack(self, reader: Reader) -> list[Tensor | None]:
+        """One replica's floating buffers; None for those it did not change."""
         if not self.floats:
             return []
         flags = reader.tensor(field_bytes(len(self.floats), 1), torch.uint8, "flags of changed buffers")
         changed = unpack_flags(flags, len(self.floats)).tolist()
         return [
-            reader.tensor(s.numel(), torch.float32, f"buffer {name}").view(s.shape).to(s.device) if moved else s.float()
+            reader.tensor(s.numel(), torch.float32, f"buffer {name}").view(s.shape).to(s.device) if moved else None
             for name, s, moved in zip(self.floats, self.shared, changed, strict=True)
         ]
 
+    def average(self, replicas: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
+        """Mean of each buffer over the replicas, summed in the order given; untouched if nobody changed it."""
+        means = []
+        for shared, *values in zip(self.shared, *replicas, strict=True):
+            if all(value is None for value in values):
+                means.append(shared)
+                continue
+            total = torch.zeros_like(shared, dtype=torch.float32)
+            for value in values:
+                total.add_(shared if value is None else value)
+            means.append(total.div_(len(values)))
+        return means
+
     # -- as numbers, for sums --------------------------------------------------------------------------------------
 
-    def vector(self) -> Tensor:
-        """All floating buffers end to end in fp32."""
-        flat = [b.float().reshape(-1).cpu() for b in self._get(self.floats)]
+    def changes(self) -> Tensor:
+        """How far all floating buffers are from the shared values, end to end in fp32; exactly 0 where they rest."""
+        pairs = zip(self._get(self.floats), self.shared, strict=True)
+        flat = [torch.where(b == s, 0.0, b.float() - s.float()).view(-1).cpu() for b, s in pairs]
         return torch.cat(flat) if flat else torch.empty(0)
 
-    def split(self, vector: Tensor) -> list[Tensor]:
+    def changed_by(self, vector: Tensor) -> list[Tensor]:
+        """The shared values moved by the mean of everybody's `changes`."""
         parts = vector.split([s.numel() for s in self.shared]) if self.shared else ()
-        return [part.view(s.shape).to(s.device) for part, s in zip(parts, self.shared, strict=True)]
-
-
-def average(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Mean of each buffer over the replicas, summed in the order given."""
-    means = []
-    for same in zip(*replicas, strict=True):
-        total = same[0].clone()
-        for other in same[1:]:
-            total.add_(other)
-        means.append(total.div_(len(same)))
-    return means
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+        moves = [part.view(s.shape).to(s.device) for part, s in zip(parts, self.shared, strict=True)]
+        return [s + move if bool(move.any()) else s for s, move in zip(self.shared, moves, strict=True)]

@@ -119,6 +119,9 @@ class TopK:
     reduces = False
 
     def __post_init__(self) -> None:
+        for name in ("keep", "bits", "chunk", "plain_below"):
+            if type(getattr(self, name)) is not int:
+                raise MethodError(f"{name}={getattr(self, name)!r}: a whole number")
         if self.chunk < 1:
             raise MethodError(f"chunk={self.chunk}: the side of a chunk is at least 1; 64 is the default")
         if not 1 <= self.keep <= FULL_CHUNK:
@@ -309,7 +312,8 @@ def mean(payloads: Sequence[Sparse], layout: Layout, device: torch.device, *, ov
     for payload in payloads:
         payload.add_to(total)
     if not over_senders:
-        return total.div_(len(payloads))
+        # By a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
+        return total.div_(torch.tensor(float(len(payloads)), device=device))
     counts = layout.empty(device)
     for payload in payloads:
         payload.count_into(counts)

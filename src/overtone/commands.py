@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +34,10 @@ class Demo:
     """Write all results here, as a JSON list."""
     workers: int = 2
     """Methods at a time, each in a process of one thread."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError(f"workers={self.workers}: at least 1")
 
 
 Command = Annotated[Simulation, tyro.conf.subcommand("simulate")] | Annotated[Demo, tyro.conf.subcommand("demo")]
@@ -84,14 +87,12 @@ def _(command: Demo) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all: written beside, then renamed."""
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(value, file, indent=2)
-            file.write("\n")
-        Path(beside).replace(path)
+        beside.write_text(json.dumps(value, indent=2) + "\n")
+        beside.replace(path)
     except OSError as error:
-        Path(beside).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise ConfigError(f"json {path}: {error.strerror}; the result was not written") from error
 
 
@@ -101,6 +102,8 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"json {path}: there is no directory {path.parent}; create it first")
     if path.is_dir():
         raise ConfigError(f"json {path}: is a directory; give the name of a file")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"json {path}: no permission to write into {path.parent}")
 
 
 def _one_thread() -> None:

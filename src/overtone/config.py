@@ -96,6 +96,10 @@ class Network:
     step_seconds: float = 0.1
     """Virtual seconds that a local step takes."""
 
+    def __post_init__(self) -> None:
+        if not self.step_seconds >= 0:
+            raise ConfigError(f"step_seconds={self.step_seconds}: 0 or more")
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -113,3 +117,7 @@ class Simulation:
     training: Training = field(default_factory=Training)
     model: ModelSize = field(default_factory=ModelSize)
     network: Network = field(default_factory=Network)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**40:
+            raise ConfigError(f"seed={self.seed}: from 0 to {2**40 - 1}")

@@ -10,7 +10,8 @@ Legend: n chunks, h rows, w columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -51,13 +52,27 @@ def cached_basis(make: Basis, n: int, device: torch.device) -> Tensor:
 def forward(chunks: Tensor, make: Basis) -> Tensor:
     """(n, h, w) values to (n, h, w) coefficients."""
     rows, cols = _bases(chunks, make)
-    return rows @ (chunks @ cols.T)
+    with full_precision(chunks.device):
+        return rows @ (chunks @ cols.T)
 
 
 def inverse(coeffs: Tensor, make: Basis) -> Tensor:
     """(n, h, w) coefficients to (n, h, w) values."""
     rows, cols = _bases(coeffs, make)
-    return rows.T @ (coeffs @ cols)
+    with full_precision(coeffs.device):
+        return rows.T @ (coeffs @ cols)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Products in fp32 whatever the caller's autocast, or leave to use TF32, says: weights are at stake."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 def _bases(chunks: Tensor, make: Basis) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from overtone import wire
 from overtone.bits import Reader
-from overtone.buffers import Buffers, average
+from overtone.buffers import Buffers
 from overtone.codec import Codec, Payload, mean
-from overtone.errors import PeerError, WireError
+from overtone.errors import OvertoneError, PeerError, WireError
 from overtone.layout import Layout
 from overtone.transport import Transport
 from overtone.wire import Expected, Header
@@ -56,11 +56,16 @@ Talk = Generator[Exchange, Any, T]  # sent what `carry` returned
 
 
 def hold(talk: Talk[T], transport: Transport) -> T:
-    """Carry one talk to its end."""
+    """Carry one talk to its end. What breaks on the way is told to the talk, which may have something to take back."""
     try:
         exchange = next(talk)
         while True:
-            exchange = talk.send(exchange.carry(transport))
+            try:
+                heard = exchange.carry(transport)
+            except OvertoneError as error:
+                exchange = talk.throw(error)
+            else:
+                exchange = talk.send(heard)
     except StopIteration as end:
         result: T = end.value
         return result
@@ -130,7 +135,7 @@ class Gathered:
                 reader = Reader(body)
                 their_buffers.append(buffers.unpack(reader))
                 payloads.append(codec.decode(body[reader.at :], self.layout))
-        return mean(payloads, self.layout, self.device, over_senders=over_senders), average(their_buffers)
+        return mean(payloads, self.layout, self.device, over_senders=over_senders), buffers.average(their_buffers)
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class Summed:
     def pack(self, header: Header, payload: Payload, buffers: Buffers) -> Exchange:
         assert isinstance(payload, Tensor)
         slots = wire.slots(header, self.rank, self.size)
-        return Sum(torch.cat([payload, buffers.vector().to(payload.device), slots.to(payload.device)]))
+        return Sum(torch.cat([payload, buffers.changes().to(payload.device), slots.to(payload.device)]))
 
     def refuse(self, header: Header, why: str, buffers: Buffers) -> Exchange:  # noqa: ARG002
         return self.pack(header, self.layout.empty(self.device), buffers)
@@ -157,7 +162,8 @@ class Summed:
         spoke = [header.sender for header in headers]
         if spoke != list(peers):
             raise PeerError(f"round {expected.round}: heard ranks {spoke}, expected {list(peers)}")
-        return Opened(headers, [heard[:cut] / len(headers)])
+        # Divided by a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
+        return Opened(headers, [heard[:cut] / torch.tensor(float(len(headers)), device=heard.device)])
 
     def mean(
         self,
@@ -168,7 +174,7 @@ class Summed:
         over_senders: bool,  # noqa: ARG002
     ) -> tuple[Tensor, list[Tensor]]:
         (body,) = opened.bodies
-        return body[: self.layout.size], buffers.split(body[self.layout.size :])
+        return body[: self.layout.size], buffers.changed_by(body[self.layout.size :])
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Sixty-four bits that tell whether two replicas hold the same numbers.
 
 Built from integer sums of the raw bits, which are exact in any order: the same on every CPU and GPU, at any number of
-threads. It guards against accidents (a drifted weight, a lost update), not against forgery.
+threads. It guards against accidents (a drifted weight, a lost update), not against forgery, and
+not against blocks of 1024 words that change places.
 """
 
 from __future__ import annotations

@@ -59,6 +59,8 @@ class InnerStep:
 
 
 def _is_unscaled(scaler: torch.amp.GradScaler, inner: torch.optim.Optimizer) -> bool:
+    if not scaler.is_enabled():
+        return False
     # No public way to ask; every torch since 1.6 keeps the answer here.
     stage = scaler._per_optimizer_states[id(inner)]["stage"]
     return bool(getattr(stage, "name", "") == "UNSCALED")

@@ -95,7 +95,7 @@ class Layout:
                 place = _place(chunks, group, patch)
                 place.copy_(_region(_as_matrix(tensors[patch.tensor]), group, patch))
                 if minus is not None:
-                    place.sub_(_region(_as_matrix(minus[patch.tensor]), group, patch))
+                    place.sub_(_region(_as_matrix(minus[patch.tensor]), group, patch).to(place.device))
             if self.basis is not None and not group.plain:
                 for slab in _slabs(chunks, group):
                     slab.copy_(dct.forward(slab, self.basis))

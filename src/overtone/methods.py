@@ -31,6 +31,8 @@ class Method:
     def __post_init__(self) -> None:
         if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
             raise MethodError(f"every={self.every!r}: local steps between rounds, a whole number of at least 1")
+        if not self.signal.inner_first and self.every != 1:
+            raise MethodError(f"every={self.every}: gradient methods exchange at each step; use every=1 or diloco()")
         if not isinstance(self.drain, int) or self.drain < 0:
             raise MethodError(f"drain={self.drain!r}: a number of last messages, 0 or more")
         if self.drain and not (isinstance(self.rule, Outer) and isinstance(self.codec, TopK)):
@@ -45,7 +47,7 @@ class Method:
         """The row for the last messages: every coefficient at one bit, step 1, no momentum."""
         assert isinstance(self.rule, Outer)
         assert isinstance(self.codec, TopK)
-        rule = replace(self.rule, lr=1.0, momentum=0.0, decay=1.0, release=1.0)
+        rule = replace(self.rule, lr=1.0, momentum=0.0, decay=1.0, carry=1.0, release=1.0)
         return replace(self, rule=rule, codec=self.codec.whole)
 
     def numbers(self) -> dict[str, object]:

@@ -14,7 +14,7 @@ class Parameters:
     """A model's parameters by name, tied ones once. Those that require a gradient now are exchanged."""
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer) -> None:
-        self.all = {_plain_name(name): p for name, p in model.named_parameters()}
+        self.all = {plain_name(name): p for name, p in model.named_parameters()}
         self.trainable = {name: p for name, p in self.all.items() if p.requires_grad}
         if not self.trainable:
             raise ModelError("model: no parameter requires a gradient, so there is nothing to train or exchange")
@@ -27,6 +27,12 @@ class Parameters:
         if not any(id(p) in held for p in self.trainable.values()):
             raise ModelError(
                 "inner: the optimiser holds none of the model's parameters; build it from this model's own"
+            )
+        foreign = held - {id(p) for p in self.all.values()}
+        if foreign:
+            raise ModelError(
+                f"inner: {len(foreign)} of its parameters are not the model's, so other replicas would never hear of "
+                "them; make them part of the model"
             )
 
     @property
@@ -56,6 +62,6 @@ class Parameters:
         return f"the {kind} is too large for fp32 at step {step}; {advice}"
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """The name without what `torch.compile` puts before it, so that compiled and plain replicas can meet."""
     return name.replace("_orig_mod.", "")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from overtone import agreement, fingerprint, saving
 from overtone.buffers import Buffers
 from overtone.codec import Sparse
-from overtone.errors import OvertoneError, PeerError
+from overtone.errors import MethodError, ModelError, OvertoneError, PeerError
 from overtone.exchange import Broadcast, Exchange, Gather, Opened, Talk, hold, pattern_for
 from overtone.inner import Closure, InnerStep
 from overtone.methods import Method, decoupled
@@ -49,7 +49,7 @@ class Replica:
 
     ``transport`` defaults to the world the process was started in: one process alone, or a ``torchrun`` world.
     ``buffers`` is "shared" (floating ones averaged each round, others checked) or "private".
-    Freeze parameters before building the replica: those with ``requires_grad`` are exchanged.
+    Freeze parameters before building the replica: those with ``requires_grad`` are exchanged, in fp32.
     ``join=False`` leaves the greeting to whoever drives `joining` (the simulator does).
     """
 
@@ -63,6 +63,8 @@ class Replica:
         buffers: str = "shared",
         join: bool = True,
     ) -> None:
+        if not isinstance(method, Method | None):
+            raise MethodError(f"method={method!r}: give a Method, such as overtone.decoupled(every=64)")
         self.model = model
         self.inner = inner
         self.method = method or decoupled()
@@ -78,10 +80,11 @@ class Replica:
         self.layout = self.method.codec.layout([p.shape for p in exchanged])
         self.signal = self.method.signal(exchanged, self.layout)
         self._pattern = pattern_for(self.method.codec, self.layout, self.transport, self.device)
-        self.about = agreement.introduction(self.method, self.parameters.all, dict(model.named_buffers()))
+        self.about = agreement.introduction(self.method, self.parameters.all, self.buffers.named(), buffers)
         self._schema = agreement.schema_of(self.about)
         self._inner_step = InnerStep(inner, exchanged)
         self._pending: _Pending | None = None
+        self._showing_anchor = False
         self._scratch = torch.empty(0)
         self._fingerprint = bytes(8)
         if join:
@@ -91,6 +94,11 @@ class Replica:
     def fingerprint(self) -> str:
         """Of the anchor as it is now; equal on every replica if the method has consensus."""
         return fingerprint.of_tensors(self.anchor_tensors()).hex()
+
+    @property
+    def proposing(self) -> bool:
+        """True between `propose` and `absorb`."""
+        return self._pending is not None
 
     # -- the user's verbs ------------------------------------------------------------------------------------------
 
@@ -125,6 +133,8 @@ class Replica:
 
         Without consensus nothing is shared, and the replica's own weights stay.
         """
+        if self._showing_anchor:
+            raise ModelError("anchor: the model shows it already; leave the first `with replica.anchor()` first")
         shared = self.parameters.tensors if "anchor" in self.state else []
         floats = self.buffers.tensors()[: len(self.buffers.floats)]
         own = [t.clone() for t in (*shared, *floats)]
@@ -132,9 +142,11 @@ class Replica:
             if shared:
                 self.layout.write(self.state["anchor"], shared)
             self.buffers.put(self.buffers.shared)
+        self._showing_anchor = True
         try:
             yield self.model
         finally:
+            self._showing_anchor = False
             for tensor, mine in zip((*shared, *floats), own, strict=True):
                 tensor.copy_(mine)
 
@@ -151,6 +163,10 @@ class Replica:
 
         Where gradients are exchanged the inner optimiser has to wait for the round: `absorb` steps it.
         """
+        if self._showing_anchor:
+            raise ModelError(
+                "step: inside `with replica.anchor()` the weights are not the replica's own; step after it"
+            )
         self._inner_step = InnerStep(self.inner, self.parameters.exchanged, clip, scaler, closure)
         if self.signal.inner_first:
             self._inner_step.take()
@@ -179,9 +195,10 @@ class Replica:
             payload, decoded = method.codec.encode(flat, self.layout)
             return decoded
 
-        why = self.parameters.thawed() if math.isfinite(norm) else self._culprit()
+        finite = math.isfinite(norm)
+        why = self.parameters.thawed() or self.buffers.trouble() if finite else self._culprit()
         if why:
-            kind = Kind.ABSTAIN if self._may_abstain() else Kind.FAILURE
+            kind = Kind.ABSTAIN if self._may_abstain() and not finite else Kind.FAILURE
             exchange = self._pattern.refuse(self._header(kind), why, self.buffers)
         else:
             sent = method.rule.propose(self.state, signal, encode)
@@ -212,6 +229,7 @@ class Replica:
         else:
             self._withdraw(pending)
             self._spoil_gradient()
+        seconds_decoding = time.perf_counter() - begin
         if not self.signal.inner_first:
             self._inner_step.take()
         self.remember_anchor()
@@ -223,7 +241,7 @@ class Replica:
             bytes_received=now.received - pending.before.received,
             seconds_encoding=pending.seconds,
             seconds_waiting=now.waiting - pending.before.waiting,
-            seconds_decoding=time.perf_counter() - begin,
+            seconds_decoding=seconds_decoding,
             drift_norm=pending.signal_norm,
             residual_norm=_norm(self.state["residual"]) if "residual" in self.state else 0.0,
             anchor_fingerprint=self._fingerprint.hex(),
@@ -256,7 +274,14 @@ class Replica:
         self.transport.ledger.phase = "rounds"
 
     def rounding(self, method: Method | None = None) -> Talk[Round]:
-        heard = yield self.propose(method)
+        exchange = self.propose(method)
+        try:
+            heard = yield exchange
+        except OvertoneError:  # it never got through
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                self._withdraw(pending)
+            raise
         return self.absorb(heard)
 
     def finishing(self) -> Talk[list[Round]]:
@@ -266,6 +291,7 @@ class Replica:
         if self.method.every is not None and self.steps > self.steps_at_round:
             rounds.append((yield from self.rounding()))
         if "residual" in self.state:
+            self.method.rule.close(self.state)
             for _ in range(self.method.drain):
                 last = yield from self.rounding(self.method.draining())
                 rounds.append(last)
@@ -273,6 +299,7 @@ class Replica:
         if self.method.consensus:
             if "anchor" in self.state:
                 self.signal.write(self.state["anchor"], self.method.rule.settle)
+            self.remember_anchor()
             heard = yield Gather(self._fingerprint)
             agreement.compare_anchors(self.rounds, self.transport.peers, [h[:8] for h in heard])
         ledger.phase = "rounds"
@@ -302,6 +329,7 @@ class Replica:
         self._fingerprint = fingerprint.of_tensors(self.anchor_tensors())
 
     def _header(self, kind: Kind) -> Header:
+        self.remember_anchor()  # as it is now, not as it was after the last round
         anchor = self._fingerprint if self.method.consensus else bytes(8)
         counters = self.buffers.counters_fingerprint()
         return Header(kind, self.transport.rank, self.rounds, self.steps, self._schema, anchor, counters)
@@ -324,22 +352,26 @@ class Replica:
         return self.parameters.culprit(type(self.signal).__name__.lower(), self.signal.tensors(), self.steps)
 
     def _withdraw(self, pending: _Pending) -> None:
-        if pending.sent is not None:
-            pending.method.rule.withdraw(self.state, pending.sent)
+        """Nobody heard this replica's message. What it said is owed again, and said once: a drift that the residual now
+        holds must not be measured a second time."""
+        if pending.sent is not None and pending.method.rule.withdraw(self.state, pending.sent):
+            self.signal.begin()
 
     def _may_abstain(self) -> bool:
         """Under a `GradScaler` an overflow is business as usual: everybody skips the step."""
-        return self._inner_step.scaler is not None and not self.signal.inner_first
+        scaler = self._inner_step.scaler
+        return scaler is not None and scaler.is_enabled() and not self.signal.inner_first
 
     def _loss_scale(self) -> float:
         return 1.0 if self.signal.inner_first else self._inner_step.scale
 
     def _spoil_gradient(self) -> None:
         """Somebody's gradient overflowed: let this replica's scaler find an infinity too, so that all skip alike."""
-        for p in self.parameters.exchanged:
-            if p.grad is not None:
-                p.grad.fill_(math.inf)
-                return
+        for group in self.inner.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = torch.full_like(p, math.inf)
+                    return
 
 
 def _norm(flat: Tensor) -> float:

@@ -11,9 +11,10 @@ Symbols: Θ anchor, M momentum, E residual, G signal (drift or gradient), u what
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,41 +26,36 @@ State = dict[str, Tensor]
 Encode = Callable[[Tensor], Sparse]  # sends what it is given; returns what the receivers will decode
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """What `Replica` needs of a rule. ``state["anchor"]`` exists exactly if the rule works on weights."""
 
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """The vectors of the state that are the same on every replica; a newcomer takes them over from a peer."""
-        ...
+    shared: ClassVar[tuple[str, ...]] = ()  # vectors of the state that are the same on every replica, for newcomers
+    consensus: ClassVar[bool] = True  # the anchor is the same on every replica after every round
+    over_senders: ClassVar[bool] = False  # a coefficient is averaged over the replicas that sent it, not over all
 
-    @property
-    def consensus(self) -> bool:
-        """True: the anchor is the same on every replica after every round."""
-        ...
-
-    @property
-    def over_senders(self) -> bool:
-        """True: a coefficient is averaged over the replicas that sent it, not over all."""
-        ...
-
+    @abstractmethod
     def begin(self, weights: Tensor, *, lossless: bool) -> State:
         """The state before the first round; ``weights`` are the coefficients of the initial weights."""
-        ...
 
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse: ...
+    @abstractmethod
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:
+        """Send something of the signal through ``encode``; what was sent, as the receivers decode it."""
 
-    def withdraw(self, state: State, sent: Sparse) -> None:
-        """Undo `propose` as far as others are concerned: nobody heard ``sent``, so it is still owed."""
-        ...
+    @abstractmethod
+    def withdraw(self, state: State, sent: Sparse) -> bool:
+        """Nobody heard ``sent``, so it is still owed. True if the signal of that round stays in the state: it must not
+        be read again."""
 
+    @abstractmethod
     def absorb(self, state: State, heard: Tensor) -> Tensor:
         """Coefficients of what to write back: the next weights, or the gradient to step with."""
-        ...
 
     def settle(self, answer: Tensor) -> Tensor:
         """Last touch to each tensor of the answer, back in the weight domain."""
-        ...
+        return answer
+
+    def close(self, state: State) -> None:  # noqa: B027 (most rules have nothing to close)
+        """The last round is over: drop what is not owed to the anchor any more."""
 
 
 def outer_step(anchor: Tensor, momentum: Tensor | None, heard: Tensor, *, lr: float, mu: float) -> None:
@@ -82,12 +78,8 @@ def carried(anchor: Tensor, residual: Tensor | None, carry: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Rule):
     """u = mean of the signals, used as it is: plain data parallelism."""
-
-    shared = ()
-    consensus = True
-    over_senders = False
 
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {}
@@ -95,18 +87,15 @@ class Mean:
     def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:  # noqa: ARG002
         return encode(signal)
 
-    def withdraw(self, state: State, sent: Sparse) -> None:
-        pass
+    def withdraw(self, state: State, sent: Sparse) -> bool:  # noqa: ARG002
+        return False
 
     def absorb(self, state: State, heard: Tensor) -> Tensor:  # noqa: ARG002
         return heard
 
-    def settle(self, answer: Tensor) -> Tensor:
-        return answer
-
 
 @dataclass(frozen=True)
-class DeMo:
+class DeMo(Rule):
     """Decoupled momentum on gradients (arXiv 2411.19870), one exchange per step:
 
         M ← β·M + G;   send S = T_k(M);   M ← M − α·S;   step with sign(D⁻¹ u)
@@ -118,8 +107,6 @@ class DeMo:
     decay: float = 0.999
     release: float = 1.0
 
-    shared = ()
-    consensus = True
     over_senders = True
 
     def __post_init__(self) -> None:
@@ -132,8 +119,9 @@ class DeMo:
     def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:
         return _accumulate_and_send(state["momentum"], signal, encode, self.decay, self.release)
 
-    def withdraw(self, state: State, sent: Sparse) -> None:
+    def withdraw(self, state: State, sent: Sparse) -> bool:
         sent.add_to(state["momentum"], self.release)
+        return True
 
     def absorb(self, state: State, heard: Tensor) -> Tensor:  # noqa: ARG002
         return heard
@@ -143,7 +131,7 @@ class DeMo:
 
 
 @dataclass(frozen=True)
-class Outer:
+class Outer(Rule):
     """The one outer rule behind most methods: error feedback, carry and a shared Nesterov momentum.
 
         E ← β·E + G;   send c = C(E);   E ← E − α·C⁻¹(c)
@@ -160,8 +148,6 @@ class Outer:
     release: float = 1.0
 
     shared = ("anchor", "momentum")
-    consensus = True
-    over_senders = False
 
     def __post_init__(self) -> None:
         if not 0.0 < self.lr <= 10.0:
@@ -184,21 +170,25 @@ class Outer:
             return encode(signal)
         return _accumulate_and_send(state["residual"], signal, encode, self.decay, self.release)
 
-    def withdraw(self, state: State, sent: Sparse) -> None:
-        if "residual" in state:
-            sent.add_to(state["residual"], self.release)
+    def withdraw(self, state: State, sent: Sparse) -> bool:
+        if "residual" not in state:
+            return False
+        sent.add_to(state["residual"], self.release)
+        return True
 
     def absorb(self, state: State, heard: Tensor) -> Tensor:
         momentum = state["momentum"] if self.momentum else None
         outer_step(state["anchor"], momentum, heard, lr=self.lr, mu=self.momentum)
         return carried(state["anchor"], state.get("residual"), self.carry)
 
-    def settle(self, answer: Tensor) -> Tensor:
-        return answer
+    def close(self, state: State) -> None:
+        """E ← λ·E: only what is in the replica's own weights is still owed."""
+        if "residual" in state:
+            state["residual"].mul_(self.carry)
 
 
 @dataclass(frozen=True)
-class Published:
+class Published(Rule):
     """The paper authors' rule as in their code (arXiv 2510.03371), kept as a baseline. All of it private but u:
 
         M_i ← d·M_i + G_i;   send S_i = T_k(M_i);   M_i ← M_i − S_i
@@ -211,7 +201,6 @@ class Published:
     lr: float = 0.7
     decay: float = 0.9
 
-    shared = ()
     consensus = False
     over_senders = True
 
@@ -227,16 +216,14 @@ class Published:
         state["drift"].copy_(signal)
         return _accumulate_and_send(state["momentum"], signal, encode, self.decay, 1.0)
 
-    def withdraw(self, state: State, sent: Sparse) -> None:
+    def withdraw(self, state: State, sent: Sparse) -> bool:
         sent.add_to(state["momentum"])
+        return True
 
     def absorb(self, state: State, heard: Tensor) -> Tensor:
         momentum = state["momentum"].add_(heard)
         state["anchor"].sub_(momentum.mul(self.decay).add_(state["drift"]).mul_(self.lr))
         return state["anchor"]
-
-    def settle(self, answer: Tensor) -> Tensor:
-        return answer
 
 
 def _accumulate_and_send(store: Tensor, signal: Tensor, encode: Encode, decay: float, release: float) -> Sparse:

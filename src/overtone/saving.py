@@ -18,6 +18,8 @@ COUNTS = ("steps", "rounds", "steps_at_round")
 
 
 def save(replica: Replica) -> dict[str, Any]:
+    if replica.proposing:
+        raise StateError("state_dict: between propose and absorb nothing is settled; save after absorb")
     return {
         "about": dict(replica.about),
         "counts": {name: getattr(replica, name) for name in COUNTS},
@@ -70,7 +72,7 @@ def adopt(replica: Replica, shared: Mapping[str, Any]) -> None:
         mine.copy_(theirs)
     if shared["inner"] is not None:
         replica.inner.load_state_dict(copy.deepcopy(shared["inner"]))
-    replica.buffers.remember()
+    replica.buffers.put(replica.buffers.shared)
     if "anchor" in replica.state:
         replica.signal.write(replica.state["anchor"], replica.method.rule.settle)
     for name, count in shared["counts"].items():
@@ -80,7 +82,8 @@ def adopt(replica: Replica, shared: Mapping[str, Any]) -> None:
 
 def _shared_tensors(replica: Replica) -> list[Tensor]:
     also = [replica.state[name] for name in replica.method.rule.shared if name in replica.state and name != "anchor"]
-    return [*replica.anchor_tensors(), *also, *replica.buffers.tensors()]
+    counters = replica.buffers.tensors()[len(replica.buffers.floats) :]
+    return [*replica.anchor_tensors(), *also, *replica.buffers.shared, *counters]
 
 
 def _paired(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -109,9 +109,10 @@ class Gradient:
             settle(answer)
             if scale != 1.0:
                 answer.mul_(scale)
-            if answer is p.grad or (p.grad is None and not bool(answer.any())):
-                continue  # in place already; or unused on every replica, and optimisers must go on skipping it
-            p.grad = answer.to(p.dtype)
+            if not bool(answer.any()):
+                p.grad = None  # unused on every replica: optimisers skip it, on every replica alike
+            elif answer is not p.grad:
+                p.grad = answer.to(p.dtype)
 
     def state(self) -> list[Tensor]:
         return []

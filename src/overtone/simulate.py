@@ -171,6 +171,7 @@ class Cluster:
 
     def finish(self) -> list[list[Round]]:
         """`Replica.finish` for all; absent replicas come back first, so that all end with the same weights."""
+        self.present()  # somebody must be there to come home to
         for absence in self.absences:
             if absence.covers(self.rounds):
                 self._rejoin(absence.rank)

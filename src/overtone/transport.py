@@ -5,6 +5,7 @@ A transport carries whole buffers and counts them; it knows nothing of what they
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -203,6 +204,11 @@ def connect() -> Transport:
         return Solo()
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise PeerError(
+                    f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but there is no process group and this is not torchrun: "
+                    "each process would train by itself. Use torchrun, or call init_process_group() first"
+                )
             return Solo()
         dist.init_process_group("gloo")
     return Torch()

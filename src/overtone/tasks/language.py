@@ -121,7 +121,7 @@ class Text:
         room = self.valid.numel() - context - 1
         if room < 0:
             raise TaskError(f"{self.name}: {self.valid.numel()} validation bytes, the context needs {context + 1}")
-        starts = torch.linspace(0, room, min(windows, room + 1)).long()
+        starts = torch.linspace(0, room, min(windows, room + 1)).long().clamp_max(room)  # fp32 may overshoot
         return self.valid[starts.unsqueeze(1) + torch.arange(context + 1)].long()
 
 
