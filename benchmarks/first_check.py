@@ -72,11 +72,11 @@ def collect(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def table(folder: Path) -> str:
-    """Markdown. Means over seeds; a row is compared with `alone` and the best DiLoCo on the seeds that it has itself."""
+    """Markdown. Means over seeds; a row is compared with `alone` and the best DiLoCo on the seeds it has itself."""
     found = collect(folder)
 
     def loss_of(label: str, seeds: int) -> float:
-        return mean(r["val_loss"] for r in found[label][:seeds])
+        return float(mean(r["val_loss"] for r in found[label][:seeds]))
 
     reference = found["diloco, H=10, outer (0.9, 0.8)"][0]["bytes_sent"]
     lines = [

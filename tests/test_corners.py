@@ -1,5 +1,6 @@
 """Corners where a replica could silently train something else than it should."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -312,3 +313,16 @@ def test_a_finished_replica_can_go_on() -> None:
         cluster.step()
     cluster.finish()
     assert largest_difference(*(weights(replica) for replica in cluster.replicas)) == 0.0
+
+
+def test_different_policies_for_buffers_are_refused() -> None:
+    from overtone import agreement
+    from overtone.buffers import Buffers
+
+    model, _ = build(0)
+    said = {}
+    for rank, policy in enumerate(("shared", "private")):
+        about = agreement.introduction(overtone.ddp(), {}, Buffers(model, policy).named(), policy)
+        said[rank] = json.dumps(about).encode()
+    with pytest.raises(MismatchError, match=r"buffer mask: 2 float32 on rank 0; 2 float32, private on rank 1"):
+        agreement.compare_introductions(said)

@@ -23,8 +23,7 @@ def introduction(
     about["parameters"] = len(parameters)
     about["order of parameters"] = fingerprint.of_text("\n".join(parameters)).hex()
     about |= {f"parameter {n}": _outline(t) + ("" if t.requires_grad else ", frozen") for n, t in parameters.items()}
-    about["buffers"] = policy
-    about |= {f"buffer {name}": _outline(t) for name, t in buffers.items()}
+    about |= {f"buffer {n}": _outline(t) + ("" if policy == "shared" else f", {policy}") for n, t in buffers.items()}
     return about
 
 
