@@ -149,11 +149,14 @@ class Summed:
 
     def pack(self, header: Header, payload: Payload, buffers: Buffers) -> Exchange:
         assert isinstance(payload, Tensor)
-        slots = wire.slots(header, self.rank, self.size)
-        return Sum(torch.cat([payload, buffers.changes().to(payload.device), slots.to(payload.device)]))
+        return self._with_slots(header, torch.cat([payload, buffers.changes().to(payload.device)]))
 
     def refuse(self, header: Header, why: str, buffers: Buffers) -> Exchange:  # noqa: ARG002
-        return self.pack(header, self.layout.empty(self.device), buffers)
+        nothing = torch.zeros(self.layout.size + sum(s.numel() for s in buffers.shared), device=self.device)
+        return self._with_slots(header, nothing)
+
+    def _with_slots(self, header: Header, numbers: Tensor) -> Exchange:
+        return Sum(torch.cat([numbers, wire.slots(header, self.rank, self.size).to(numbers.device)]))
 
     def open(self, heard: Tensor, expected: Expected, peers: Sequence[int]) -> Opened:
         cut = heard.numel() - self.size * wire.SLOT
