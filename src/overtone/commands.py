@@ -69,13 +69,19 @@ def _(command: Demo) -> None:
         _check_writable(command.json)
     configs = compare.demo_configs(command.steps)
     found: dict[str, dict[str, Any]] = {}
+
+    def done(name: str, result: dict[str, Any]) -> None:
+        found[name] = result
+        if not err.is_terminal:  # no bar there: a line each instead
+            err.print(f"{name}: {result['steps']} steps in {result['wall_seconds']:.0f} s", highlight=False)
+
     with _bar() as bar:
         tasks = {name: bar.add_task(name, total=command.steps, note="waiting") for name in configs}
         compare.run_side_by_side(
             configs,
             workers=command.workers,
             progress=lambda name, step, loss: _shown(bar, tasks[name])(step, loss),
-            done=found.__setitem__,
+            done=done,
         )
     results = [found[name] for name in configs]
     if command.json is not None:
