@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench science clean
+.PHONY: demo test check bench science studies clean
 
 demo: $(READY)  ## five methods on one small task: loss against bytes
 	$(BIN)/overtone demo
@@ -22,6 +22,9 @@ bench: $(READY)  ## time of a round's codec work, against one memory copy
 
 science: $(READY)  ## the first science check; TEXT=file adds a text to the embedded default
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/first_check.py $(if $(TEXT),--text $(TEXT))
+
+studies: $(READY)  ## the small studies behind docs/log.md; TEXT=file
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/studies.py --text $(TEXT)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

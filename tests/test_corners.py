@@ -301,7 +301,7 @@ def test_models_of_tiny_empty_and_scalar_tensors() -> None:
                     p.grad = torch.ones_like(p)
             cluster.step()
         cluster.finish()
-        assert float(cluster.replicas[0].model.scalar) < 1.0
+        assert float(cluster.replicas[0].model.scalar.detach()) < 1.0
 
 
 def test_a_finished_replica_can_go_on() -> None:
@@ -326,3 +326,18 @@ def test_different_policies_for_buffers_are_refused() -> None:
         said[rank] = json.dumps(about).encode()
     with pytest.raises(MismatchError, match=r"buffer mask: 2 float32 on rank 0; 2 float32, private on rank 1"):
         agreement.compare_introductions(said)
+
+
+def test_initial_weights_that_did_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broadcast that one rank missed: refused before the first step, naming the rank."""
+    from overtone.simulate import Seat
+
+    arrive = Seat.broadcast
+
+    def miss(seat: Seat, tensors: Sequence[Tensor]) -> None:
+        if seat.rank != 2:
+            arrive(seat, tensors)
+
+    monkeypatch.setattr(Seat, "broadcast", miss)
+    with pytest.raises(MismatchError, match=r"the initial weights differ: .* on ranks 0, 1; .* on rank 2"):
+        Cluster(build, overtone.decoupled(), replicas=3)
