@@ -35,8 +35,8 @@ def diloco(every: int, lr: float, momentum: float) -> MethodChoice:
     return MethodChoice("diloco", every=every, outer_lr=lr, momentum=momentum)
 
 
-def decoupled(keep: int) -> MethodChoice:
-    return MethodChoice("decoupled", every=10, keep=keep, bits=1, outer_lr=0.9, momentum=0.8)
+def decoupled(keep: int, transform: str | None = None) -> MethodChoice:
+    return MethodChoice("decoupled", every=10, keep=keep, bits=1, outer_lr=0.9, momentum=0.8, transform=transform)
 
 
 ROWS = (
@@ -51,6 +51,8 @@ ROWS = (
     Row("ddp", MethodChoice("ddp")),
     Row("sparse_loco, keep 64, 2 bits", MethodChoice("sparse_loco", every=10)),
     Row("diloco, H=40, outer (0.9, 0.8)", diloco(40, 0.9, 0.8)),
+    Row("decoupled, keep 32, 1 bit, no transform", decoupled(32, "none"), seeds=2),
+    Row("decoupled, keep 128, 1 bit, no transform", decoupled(128, "none"), seeds=2),
 )
 SHOWN = ("alone", "ddp", "diloco", "local_sgd", "sparse_loco", "published", "decoupled")
 
