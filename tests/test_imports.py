@@ -8,9 +8,9 @@ import overtone
 
 ROOT = Path(overtone.__file__).parent
 SCIENCE = {
-    "agreement", "bits", "buffers", "codec", "dct", "errors", "exchange", "fingerprint", "inner", "layout", "methods",
-    "network", "parameters", "randomness", "record", "replica", "rules", "saving", "signals", "simulate", "transport",
-    "version", "wire",
+    "agreement", "bits", "buffers", "codec", "dct", "errors", "exchange", "fingerprint", "greeting", "inner", "layout",
+    "methods", "network", "parameters", "randomness", "record", "replica", "rules", "saving", "signals", "simulate",
+    "transport", "version", "wire",
 }  # fmt: skip
 TRANSPORTS = {"transport"}
 

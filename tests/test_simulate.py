@@ -89,6 +89,17 @@ def test_churn(method: Method) -> None:
         assert largest_difference({n: first[n] for n in floats}, {n: other[n] for n in floats}) == 0.0
 
 
+def test_one_comes_as_the_other_goes() -> None:
+    absences = [Absence(0, leaves=1, returns=2), Absence(1, leaves=2, returns=3)]
+    cluster = Cluster(build, overtone.decoupled(every=1), replicas=2, absences=absences)
+    for _ in range(4):
+        for replica in cluster.turns():
+            backward(replica, next(batches(replica.transport.rank)))
+        cluster.step()
+    cluster.finish()
+    assert cluster.replicas[0].fingerprint == cluster.replicas[1].fingerprint
+
+
 def test_who_is_away_at_the_end_comes_home() -> None:
     cluster = Cluster(build, overtone.decoupled(every=2), replicas=2, absences=[Absence(1, leaves=1, returns=99)])
     streams = [batches(rank) for rank in range(2)]

@@ -8,7 +8,6 @@ backward → replica.step: inner step; not due? return
 from __future__ import annotations
 
 import copy
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -19,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overtone import agreement, fingerprint, saving
+from overtone import agreement, fingerprint, greeting, saving
 from overtone.buffers import Buffers
 from overtone.codec import Sparse
 from overtone.errors import MethodError, ModelError, OvertoneError, PeerError
-from overtone.exchange import Broadcast, Exchange, Gather, Opened, Talk, hold, pattern_for
+from overtone.exchange import Exchange, Gather, Opened, Talk, hold, pattern_for
 from overtone.inner import Closure, InnerStep
 from overtone.methods import Method, decoupled
 from overtone.parameters import Parameters
@@ -85,7 +84,7 @@ class Replica:
         self._inner_step = InnerStep(inner, exchanged)
         self._pending: _Pending | None = None
         self._showing_anchor = False
-        self._scratch = torch.empty(0)
+        self._scratch = self.layout.empty(self.device)
         self._fingerprint = bytes(8)
         if join:
             hold(self.joining(), self.transport)
@@ -253,25 +252,7 @@ class Replica:
     # -- talks: a replica's side of every conversation (see exchange.py) -------------------------------------------
 
     def joining(self) -> Talk[None]:
-        """Greet: same method and model everywhere? Then rank 0's weights everywhere, verified."""
-        peers = self.transport.peers
-        heard = yield Gather(json.dumps(self.about).encode())
-        agreement.compare_introductions(dict(zip(peers, heard, strict=True)))
-        yield Broadcast([*self.parameters.all.values(), *self.buffers.tensors()])
-        self.buffers.remember()
-        self.signal.begin()
-        self._scratch = self.layout.empty(self.device)
-        weights = self.layout.read(self.parameters.tensors, self._scratch).clone()
-        self.state = self.method.rule.begin(weights, lossless=self.method.codec.lossless)
-        self.remember_anchor()
-        held = fingerprint.of_tensors([*self.parameters.all.values(), *self.buffers.tensors()])
-        heard = yield Gather(held + self._fingerprint)
-        agreement.compare_initial_weights(peers, [h[:8] for h in heard])
-        if self.method.consensus and len({h[8:16] for h in heard}) > 1:
-            # Equal weights, unequal coefficients: the hosts round the transform differently. Rank 0's count.
-            yield Broadcast(self.anchor_tensors())
-            self.remember_anchor()
-        self.transport.ledger.phase = "rounds"
+        yield from greeting.greet(self)
 
     def rounding(self, method: Method | None = None) -> Talk[Round]:
         exchange = self.propose(method)

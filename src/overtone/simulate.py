@@ -171,32 +171,30 @@ class Cluster:
 
     def finish(self) -> list[list[Round]]:
         """`Replica.finish` for all; absent replicas come back first, so that all end with the same weights."""
-        self.present()  # somebody must be there to come home to
+        host = self.present()[0]
         for absence in self.absences:
             if absence.covers(self.rounds):
-                self._rejoin(absence.rank)
+                self._rejoin(self.replicas[absence.rank], host)
         self.absences = ()
         return self._converse({rank: replica.finishing() for rank, replica in enumerate(self.replicas)})
 
     def _advance(self) -> None:
         """The round is over: whoever is due back rejoins from the anchor of a replica that was present."""
+        host = self.present()[0]
         self.rounds += 1
         for absence in self.absences:
             if absence.returns == self.rounds:
-                self._rejoin(absence.rank)
+                self._rejoin(self.replicas[absence.rank], host)
 
-    def _rejoin(self, rank: int) -> None:
-        away = {
-            absence.rank for absence in self.absences if absence.covers(self.rounds) or absence.returns == self.rounds
-        }
-        peer = next(r for r in self.replicas if r.transport.rank not in away)
-        shared = saving.share(peer)
-        saving.adopt(self.replicas[rank], shared)
+    def _rejoin(self, guest: Replica, host: Replica) -> None:
+        shared = saving.share(host)
+        saving.adopt(guest, shared)
         size = _bytes_of(shared)
-        self.replicas[rank].transport.ledger.now.received += size
-        peer.transport.ledger.now.sent += size
-        up, down = self.links[peer.transport.rank], self.links[rank]
-        self._busy[rank] = self.clock + max(up.seconds(size, 0, 1), down.seconds(0, size, 1))
+        guest.transport.ledger.now.received += size
+        host.transport.ledger.now.sent += size
+        up, down = self.links[host.transport.rank], self.links[guest.transport.rank]
+        seconds = max(up.seconds(size, 0, 1), down.seconds(0, size, 1))
+        self._busy[guest.transport.rank] = self.clock + seconds
 
     def _converse(self, talks: Mapping[int, Talk[T]]) -> list[T]:
         """Carry all talks to their end, one exchange of everybody at a time."""
