@@ -39,7 +39,8 @@ def main(steps: int = 300) -> None:
     with torch.no_grad():
         score = F.mse_loss(model(test), teacher(test)).item()
     sent = replica.transport.ledger.sent
-    print(f"rank {rank} of {size}: test loss {score:.4f}, {sent} bytes sent, model {replica.fingerprint}", flush=True)
+    line = f"rank {rank} of {size}: test loss {score:.4f}, {sent} bytes sent, model {replica.fingerprint}\n"
+    print(line, end="", flush=True)  # text and newline in one write: several processes share this terminal
 
 
 if __name__ == "__main__":
