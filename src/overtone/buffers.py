@@ -43,14 +43,20 @@ class Buffers:
 
     def tensors(self) -> list[Tensor]:
         """All buffers under the policy, floating ones first."""
-        return self._get([*self.floats, *self.counters])
+        return [*self.float_tensors(), *self.counter_tensors()]
+
+    def float_tensors(self) -> list[Tensor]:
+        return self._get(self.floats)
+
+    def counter_tensors(self) -> list[Tensor]:
+        return self._get(self.counters)
 
     def remember(self) -> None:
         """The floating buffers are now what all replicas share."""
-        self.shared = [b.clone() for b in self._get(self.floats)]
+        self.shared = [b.clone() for b in self.float_tensors()]
 
     def put(self, values: Sequence[Tensor]) -> None:
-        for buffer, value in zip(self._get(self.floats), values, strict=True):
+        for buffer, value in zip(self.float_tensors(), values, strict=True):
             buffer.copy_(value)
 
     def absorb(self, values: Sequence[Tensor]) -> None:
@@ -59,7 +65,7 @@ class Buffers:
         self.remember()
 
     def counters_fingerprint(self) -> bytes:
-        return fingerprint.of_tensors(self._get(self.counters)) if self.counters else bytes(8)
+        return fingerprint.of_tensors(self.counter_tensors()) if self.counters else bytes(8)
 
     def trouble(self) -> str:
         """Why the buffers cannot be exchanged now, if they cannot."""
@@ -77,7 +83,7 @@ class Buffers:
         """One bit per floating buffer, then the values of those that changed."""
         if not self.floats:
             return b""
-        now = self._get(self.floats)
+        now = self.float_tensors()
         changed = [not torch.equal(b, s) for b, s in zip(now, self.shared, strict=True)]
         values = [tensor_bytes(b.float()) for b, moved in zip(now, changed, strict=True) if moved]
         return tensor_bytes(pack_flags(torch.tensor(changed))) + b"".join(values)
@@ -110,7 +116,7 @@ class Buffers:
 
     def changes(self) -> Tensor:
         """How far all floating buffers are from the shared values, end to end in fp32; exactly 0 where they rest."""
-        pairs = zip(self._get(self.floats), self.shared, strict=True)
+        pairs = zip(self.float_tensors(), self.shared, strict=True)
         flat = [torch.where(b == s, 0.0, b.float() - s.float()).view(-1).cpu() for b, s in pairs]
         return torch.cat(flat) if flat else torch.empty(0)
 

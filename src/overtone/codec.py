@@ -50,15 +50,9 @@ class Sparse:
                 index = part.index.to(flat.device)
                 here.scatter_(1, index, here.gather(1, index) + values)  # indices are unique within a chunk
 
-    def count_into(self, counts: Tensor) -> None:
-        """counts += 1 wherever this payload has a value."""
-        for part in self.parts:
-            here = part.group.of(counts)
-            if part.index is None:
-                here.add_(1)
-            else:
-                index = part.index.to(counts.device)
-                here.scatter_(1, index, here.gather(1, index) + 1)
+    def ones(self) -> Sparse:
+        """1 wherever this payload has a value."""
+        return Sparse(tuple(replace(part, values=torch.ones_like(part.values)) for part in self.parts))
 
 
 Payload = bytes | Tensor  # bytes to gather, or numbers to sum
@@ -316,5 +310,5 @@ def mean(payloads: Sequence[Sparse], layout: Layout, device: torch.device, *, ov
         return total.div_(torch.tensor(float(len(payloads)), device=device))
     counts = layout.empty(device)
     for payload in payloads:
-        payload.count_into(counts)
+        payload.ones().add_to(counts)
     return total.div_(counts.clamp_min_(1))

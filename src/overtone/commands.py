@@ -26,7 +26,7 @@ out = Console(highlight=False, soft_wrap=True)
 
 @dataclass(frozen=True)
 class Demo:
-    """Five methods on one small task, in two minutes: what the bytes buy."""
+    """Five methods on one small task, in about a minute: what the bytes buy."""
 
     steps: int = compare.DEMO.training.steps
     """Local steps of every replica."""
@@ -55,9 +55,7 @@ def _(command: Simulation) -> None:
         _check_writable(command.json)
     with _bar() as bar:
         task = bar.add_task(command.choice.method, total=command.training.steps, note="")
-        result = training.simulate(
-            command, lambda step, loss: bar.update(task, completed=step, note=f"loss {loss:.3f}")
-        )
+        result = training.simulate(command, _shown(bar, task))
     if command.json is not None:
         write_json(command.json, result)
     out.print(compare.summary(result))

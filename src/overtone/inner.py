@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,19 @@ class InnerStep:
                 f"scaler: was unscaled before the exchange, so {method} would not see on one rank that another "
                 "overflowed; leave out scaler.unscale_() and pass step(scaler=scaler, clip=...)"
             )
+
+    @property
+    def may_overflow(self) -> bool:
+        """Under a `GradScaler` an overflow is business as usual: the step is skipped."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def spoil(self) -> None:
+        """Somebody else's gradient overflowed: let this scaler find an infinity too, so that all skip alike."""
+        for group in self.inner.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = torch.full_like(p, math.inf)
+                    return
 
     def take(self) -> None:
         if self.closure is not None:

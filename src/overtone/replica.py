@@ -79,20 +79,19 @@ class Replica:
         self.layout = self.method.codec.layout([p.shape for p in exchanged])
         self.signal = self.method.signal(exchanged, self.layout)
         self._pattern = pattern_for(self.method.codec, self.layout, self.transport, self.device)
-        self.about = agreement.introduction(self.method, self.parameters.all, self.buffers.named(), buffers)
+        self.about = agreement.introduction(self.method, self.parameters.all, self.buffers.named(), self.buffers.policy)
         self._schema = agreement.schema_of(self.about)
         self._inner_step = InnerStep(inner, exchanged)
         self._pending: _Pending | None = None
         self._showing_anchor = False
         self._scratch = self.layout.empty(self.device)
-        self._fingerprint = bytes(8)
         if join:
             hold(self.joining(), self.transport)
 
     @property
     def fingerprint(self) -> str:
         """Of the anchor as it is now; equal on every replica if the method has consensus."""
-        return fingerprint.of_tensors(self.anchor_tensors()).hex()
+        return self._fingerprint().hex()
 
     @property
     def proposing(self) -> bool:
@@ -135,7 +134,7 @@ class Replica:
         if self._showing_anchor:
             raise ModelError("anchor: the model shows it already; leave the first `with replica.anchor()` first")
         shared = self.parameters.tensors if "anchor" in self.state else []
-        floats = self.buffers.tensors()[: len(self.buffers.floats)]
+        floats = self.buffers.float_tensors()
         own = [t.clone() for t in (*shared, *floats)]
         if self.method.consensus:
             if shared:
@@ -197,7 +196,8 @@ class Replica:
         finite = math.isfinite(norm)
         why = self.parameters.thawed() or self.buffers.trouble() if finite else self._culprit()
         if why:
-            kind = Kind.ABSTAIN if self._may_abstain() and not finite else Kind.FAILURE
+            abstains = not finite and self._inner_step.may_overflow and not self.signal.inner_first
+            kind = Kind.ABSTAIN if abstains else Kind.FAILURE
             exchange = self._pattern.refuse(self._header(kind), why, self.buffers)
         else:
             sent = method.rule.propose(self.state, signal, encode)
@@ -227,11 +227,10 @@ class Replica:
             self.buffers.absorb(buffers)
         else:
             self._withdraw(pending)
-            self._spoil_gradient()
+            self._inner_step.spoil()
         seconds_decoding = time.perf_counter() - begin
         if not self.signal.inner_first:
             self._inner_step.take()
-        self.remember_anchor()
         now = self.transport.ledger.now
         done = Round(
             index=self.rounds,
@@ -243,7 +242,7 @@ class Replica:
             seconds_decoding=seconds_decoding,
             drift_norm=pending.signal_norm,
             residual_norm=_norm(self.state["residual"]) if "residual" in self.state else 0.0,
-            anchor_fingerprint=self._fingerprint.hex(),
+            anchor_fingerprint=self.fingerprint,
         )
         self.rounds += 1
         self.steps_at_round = self.steps
@@ -280,8 +279,7 @@ class Replica:
         if self.method.consensus:
             if "anchor" in self.state:
                 self.signal.write(self.state["anchor"], self.method.rule.settle)
-            self.remember_anchor()
-            heard = yield Gather(self._fingerprint)
+            heard = yield Gather(self._fingerprint())
             agreement.compare_anchors(self.rounds, self.transport.peers, [h[:8] for h in heard])
         ledger.phase = "rounds"
         return rounds
@@ -305,13 +303,12 @@ class Replica:
         """What a fingerprint is taken of: the anchor, or the weights where they serve as one."""
         return [self.state["anchor"]] if "anchor" in self.state else self.parameters.tensors
 
-    def remember_anchor(self) -> None:
-        """Take the fingerprint that the next message will carry."""
-        self._fingerprint = fingerprint.of_tensors(self.anchor_tensors())
+    def _fingerprint(self) -> bytes:
+        # Taken anew each time: a message must tell of the anchor as it is, not as it was after the last round.
+        return fingerprint.of_tensors(self.anchor_tensors())
 
     def _header(self, kind: Kind) -> Header:
-        self.remember_anchor()  # as it is now, not as it was after the last round
-        anchor = self._fingerprint if self.method.consensus else bytes(8)
+        anchor = self._fingerprint() if self.method.consensus else bytes(8)
         counters = self.buffers.counters_fingerprint()
         return Header(kind, self.transport.rank, self.rounds, self.steps, self._schema, anchor, counters)
 
@@ -338,21 +335,8 @@ class Replica:
         if pending.sent is not None and pending.method.rule.withdraw(self.state, pending.sent):
             self.signal.begin()
 
-    def _may_abstain(self) -> bool:
-        """Under a `GradScaler` an overflow is business as usual: everybody skips the step."""
-        scaler = self._inner_step.scaler
-        return scaler is not None and scaler.is_enabled() and not self.signal.inner_first
-
     def _loss_scale(self) -> float:
         return 1.0 if self.signal.inner_first else self._inner_step.scale
-
-    def _spoil_gradient(self) -> None:
-        """Somebody's gradient overflowed: let this replica's scaler find an infinity too, so that all skip alike."""
-        for group in self.inner.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad = torch.full_like(p, math.inf)
-                    return
 
 
 def _norm(flat: Tensor) -> float:

@@ -49,7 +49,6 @@ def restore(replica: Replica, saved: Mapping[str, Any]) -> None:
     for name, count in counts.items():
         setattr(replica, name, count)
     replica.transport.ledger.load_state_dict(ledger)
-    replica.remember_anchor()
 
 
 def share(replica: Replica) -> dict[str, Any]:
@@ -77,13 +76,11 @@ def adopt(replica: Replica, shared: Mapping[str, Any]) -> None:
         replica.signal.write(replica.state["anchor"], replica.method.rule.settle)
     for name, count in shared["counts"].items():
         setattr(replica, name, count)
-    replica.remember_anchor()
 
 
 def _shared_tensors(replica: Replica) -> list[Tensor]:
     also = [replica.state[name] for name in replica.method.rule.shared if name in replica.state and name != "anchor"]
-    counters = replica.buffers.tensors()[len(replica.buffers.floats) :]
-    return [*replica.anchor_tensors(), *also, *replica.buffers.shared, *counters]
+    return [*replica.anchor_tensors(), *also, *replica.buffers.shared, *replica.buffers.counter_tensors()]
 
 
 def _paired(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
