@@ -14,6 +14,7 @@ from overtone.codec import Dense, TopK
 from overtone.rules import Outer
 from overtone.signals import Drift
 from scenario import Awkward, backward, batches, build, largest_difference, run_cluster, weights
+from whole import encode_all
 
 ULPS = 4 * torch.finfo(torch.float32).eps  # torch's SGD may fuse a multiply with an add; we never do
 
@@ -165,9 +166,7 @@ def test_error_feedback_alone_is_sparse_loco() -> None:
             start = [p.detach() for p in reference.parameters()]
             drift = layout.read(start, torch.zeros_like(theta), minus=moved)
             errors[rank] = 0.95 * errors[rank] + drift
-            _, chosen = codec.encode(errors[rank], layout)
-            dense = torch.zeros_like(theta)
-            chosen.add_to(dense)
+            _, dense = encode_all(codec, errors[rank], layout)
             errors[rank] = errors[rank] - dense
             sent.append(dense)
         theta = theta - (sent[0] + sent[1]) / 2

@@ -26,19 +26,48 @@ def test_what_is_read_can_be_written_back(shapes: list[list[int]], chunk: int, p
 
 def test_edges_are_chunks_of_their_own() -> None:
     layout = Layout([(130, 70)], chunk=64, plain_below=0, basis=None)
-    assert {(g.h, g.w): g.chunks for g in layout.groups} == {(64, 64): 2, (64, 6): 2, (2, 64): 1, (2, 6): 1}
+    assert {(slab.h, slab.w): slab.chunks for slab in layout.slabs} == {(64, 64): 2, (64, 6): 2, (2, 64): 1, (2, 6): 1}
 
 
-def test_equal_chunks_of_different_tensors_share_a_group() -> None:
+def test_equal_chunks_of_different_tensors_share_a_slab() -> None:
     layout = Layout([(64, 64), (128, 64), (64,)], chunk=64, plain_below=0, basis=None)
-    assert [(g.h, g.w, g.chunks, g.plain) for g in layout.groups] == [(64, 64, 3, False), (1, 64, 1, True)]
+    assert [(slab.h, slab.w, slab.chunks, slab.plain) for slab in layout.slabs] == [
+        (64, 64, 3, False),
+        (1, 64, 1, True),
+    ]
 
 
 def test_chunks_are_the_tensor_s_own_rectangles() -> None:
     matrix = torch.arange(12.0 * 8).view(12, 8)
     layout = Layout([(12, 8)], chunk=4, plain_below=0, basis=None)
     flat = layout.read([matrix], layout.empty(torch.device("cpu")))
-    assert torch.equal(layout.groups[0].of(flat)[3].view(4, 4), matrix[4:8, 4:8])
+    assert torch.equal(layout.slabs[0].of(flat)[3].view(4, 4), matrix[4:8, 4:8])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
+    slab=st.sampled_from([16, 48, 100, 1000]),
+)
+def test_slabs_cut_anywhere_and_lose_nothing(shapes: list[tuple[int, int]], slab: int) -> None:
+    """Small slabs, so that they end within rows of chunks, within tensors, within plain ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("overtone.layout.SLAB", slab)
+        layout = Layout([*shapes, (300,)], chunk=4, plain_below=20, basis=None)
+    assert all(s.size <= slab for s in layout.slabs)
+    starts = [s.offset for s in layout.slabs]
+    assert starts == [sum(s.size for s in layout.slabs[:i]) for i in range(len(starts))]
+    tensors = [torch.randn(shape) for shape in [*shapes, (300,)]]
+    flat = layout.read(tensors, layout.empty(torch.device("cpu")))
+    whole = Layout(layout.shapes, chunk=4, plain_below=20, basis=None)
+    assert torch.equal(flat, whole.read(tensors, whole.empty(torch.device("cpu"))))  # the order does not depend on it
+    back = [torch.empty_like(t) for t in tensors]
+    layout.write(flat, back)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, back, strict=True))
+    for s in layout.slabs:
+        for chunk in range(s.chunks):
+            value = s.of(flat)[chunk, 0]
+            assert value in tensors[s.tensor_of(chunk, 0)]
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ def compare_anchors(index: int, ranks: Sequence[int], prints: Sequence[bytes]) -
 def compare_progress(index: int, headers: Sequence[Header]) -> None:
     """Refuse a round between replicas that took different numbers of steps, or of which some are finishing."""
     where = {header.sender: f"{header.kind.name.lower()} after {header.steps} steps" for header in headers}
-    if len({(header.steps, header.kind is Kind.DRAIN) for header in headers}) > 1:
+    stages = {Kind.ABSTAIN: Kind.ROUND}  # an abstention is a round's answer
+    if len({(header.steps, stages.get(header.kind, header.kind)) for header in headers}) > 1:
         way_out = "Give every replica the same number of batches, and finish() all of them"
         raise MismatchError(f"round {index}: replicas are at different steps: {_camps(where)}. {way_out}")
 

@@ -1,4 +1,4 @@
-"""Numbers to bits and back: fixed-width fields and Rice-coded gaps, as whole-tensor operations.
+"""Numbers to bits and back: flags and fixed-width fields, as whole-tensor operations, and the `Reader` of a payload.
 
 Bits are packed least significant first. Nothing here trusts its input: `Reader` raises `WireError` instead of reading
 past the end, and every count it needs comes from the layout that both sides already share, never from the bytes.
@@ -47,32 +47,12 @@ def field_bytes(count: int, width: int) -> int:
     return -(-count * width // 8)
 
 
-def rice_width(gaps: Tensor, guess: int) -> int:
-    """How many low bits to send verbatim so that the whole code is shortest; searched around ``guess``."""
-    costs = {w: gaps.numel() * w + int((gaps >> w).sum()) for w in range(max(0, guess - 2), guess + 3)}
-    return min(costs, key=lambda w: (costs[w], w))
-
-
-def pack_gaps(gaps: Tensor, guess: int) -> bytes:
-    """Rice code of (n,) non-negative integers: one byte of width, the low bits verbatim, the high parts in unary.
-
-    For gaps between the k strongest of n coefficients this stays within 5 % of log2 C(n, k): tests/test_wire.py.
-    """
-    width = rice_width(gaps, guess)
-    ends = ((gaps >> width) + 1).cumsum(0) - 1  # where each unary number puts its closing one
-    unary = torch.zeros(int(ends[-1]) + 1, dtype=torch.bool)
-    unary[ends] = True
-    high = tensor_bytes(pack_flags(unary))
-    low = tensor_bytes(pack_fields(gaps & ((1 << width) - 1), width))
-    return bytes([width]) + low + len(high).to_bytes(4, "little") + high
-
-
 class Reader:
     """Takes a payload apart from the front; never reads past its end."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, at: int = 0) -> None:
         self.data = data
-        self.at = 0
+        self.at = at
 
     def take(self, count: int, what: str) -> bytes:
         if count > len(self.data) - self.at:
@@ -83,22 +63,12 @@ class Reader:
     def tensor(self, count: int, dtype: torch.dtype, what: str) -> Tensor:
         return bytes_tensor(self.take(count * dtype.itemsize, what), dtype)
 
+    def number(self, size: int, what: str) -> int:
+        """A little-endian whole number of ``size`` bytes."""
+        return int.from_bytes(self.take(size, what), "little")
+
     def fields(self, count: int, width: int, what: str) -> Tensor:
         return unpack_fields(self.tensor(field_bytes(count, width), torch.uint8, what), count, width)
-
-    def gaps(self, count: int, most: int, what: str) -> Tensor:
-        """``count`` Rice-coded gaps, none above ``most``."""
-        width = self.take(1, what)[0]
-        if width > most.bit_length():
-            raise WireError(f"{what}: Rice width {width} for gaps of at most {most}; the message is corrupt")
-        low = self.fields(count, width, what)
-        length = int.from_bytes(self.take(4, what), "little")
-        unary = unpack_flags(self.tensor(length, torch.uint8, what), length * 8)
-        ends = unary.nonzero().view(-1)
-        if ends.numel() != count:
-            raise WireError(f"{what}: {ends.numel()} indices where {count} are due; the message is corrupt")
-        high = torch.diff(ends, prepend=torch.tensor([-1])) - 1
-        return (high << width) + low
 
     def end(self) -> None:
         if self.at != len(self.data):

@@ -1,84 +1,102 @@
-"""From a vector of coefficients to a payload and back. A codec may lose information, and says exactly what it lost:
-what `encode` returns as sent is, to the bit, what every receiver decodes.
+"""From the coefficients of a slab to a block of bytes and back. A codec may lose information, and says exactly what it
+lost: the part that `encode` returns as sent is, to the bit, what every receiver decodes.
 
-Legend: c chunks in a group, a values in a chunk (its area), k of them kept.
+Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from overtone import dct
-from overtone.bits import Reader, pack_fields, pack_gaps, tensor_bytes
-from overtone.errors import MethodError, WireError
-from overtone.layout import Group, Layout
+from overtone import dct, kernels
+from overtone.bits import Reader, field_bytes, tensor_bytes
+from overtone.errors import MethodError, NotFiniteError, WireError
+from overtone.kernels import Kernels, grid
+from overtone.layout import Layout, Slab
 
 BITS = (1, 2, 4, 8, 16, 32)
-EXCEPTIONAL = 4.0  # a value this many times its chunk's mean (more, where the grid reaches further) is an exception
 FULL_CHUNK = 64 * 64  # `keep` counts coefficients per chunk of this area; other chunks keep in proportion
+MOST_CHUNK = 1024  # sums over larger chunks would not be exact any more (kernels.quantise)
+NUMBA_FROM = 1 << 22  # values of a model from which compiled loops are worth loading
+
+
+def kernels_for(size: int, device: torch.device) -> Kernels:
+    """The inner loops to use for a model of ``size`` values: compiled ones where numba is installed and it pays.
+
+    ``OVERTONE_KERNELS`` set to ``torch`` or ``numba`` decides otherwise. Both make the same bytes.
+    """
+    wish = os.environ.get("OVERTONE_KERNELS", "")
+    if wish not in ("", "torch", "numba"):
+        raise MethodError(f"OVERTONE_KERNELS={wish}: choose torch or numba, or leave it unset")
+    pays = size >= NUMBA_FROM and importlib.util.find_spec("numba") is not None
+    if device.type != "cpu" or wish == "torch" or not (pays or wish == "numba"):
+        return kernels
+    try:
+        from overtone import kernels_numba
+    except ImportError as error:
+        if wish:
+            raise MethodError(f"OVERTONE_KERNELS=numba: {error}; pip install 'overtone[fast]'") from error
+        return kernels  # installed, but not for this Python or numpy
+    return kernels_numba
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one group contributes: values (c, k) and where in its chunk each belongs, None for «all, in order»."""
+    """What one payload contributes to a slab: values (c, k) and where in its chunk each belongs; None is «all, in
+    order»."""
 
-    group: Group
-    index: Tensor | None  # (c, k) int64
+    index: Tensor | None  # (c, k) int64, ascending
     values: Tensor  # (c, k) float32
+    kernels: Kernels = kernels
+
+    def add_to(self, here: Tensor, scale: float = 1.0) -> None:
+        """here += scale · self. Two elementwise operations in a fixed order, so the result is the same everywhere."""
+        values = self.values if scale == 1.0 else self.values * scale
+        if self.index is None:
+            here.add_(values.to(here.device))
+        else:
+            self.kernels.add(here, self.index, values)
+
+    def ones(self) -> Part:
+        """1 wherever this part has a value."""
+        return replace(self, values=torch.ones_like(self.values))
 
 
-@dataclass(frozen=True)
-class Sparse:
-    """A decoded payload."""
-
-    parts: tuple[Part, ...]
-
-    def add_to(self, flat: Tensor, scale: float = 1.0) -> None:
-        """flat += scale · self. Two elementwise operations in a fixed order, so the result is the same everywhere."""
-        for part in self.parts:
-            here, values = part.group.of(flat), part.values.to(flat.device)
-            if scale != 1.0:
-                values = values * scale
-            if part.index is None:
-                here.add_(values)
-            else:
-                index = part.index.to(flat.device)
-                here.scatter_(1, index, here.gather(1, index) + values)  # indices are unique within a chunk
-
-    def ones(self) -> Sparse:
-        """1 wherever this payload has a value."""
-        return Sparse(tuple(replace(part, values=torch.ones_like(part.values)) for part in self.parts))
-
-
-Payload = bytes | Tensor  # bytes to gather, or numbers to sum
+Block = bytes | Tensor  # of one slab: bytes to gather, or numbers to sum
 
 
 class Codec(Protocol):
-    """Frozen numbers and three verbs."""
+    """Frozen numbers and three verbs. A payload is the blocks of all slabs in the layout's order."""
 
     @property
     def lossless(self) -> bool: ...
 
     @property
     def reduces(self) -> bool:
-        """True: payloads are plain numbers that the network may sum on the way (all-reduce)."""
+        """True: blocks are plain numbers that the network may sum on the way (all-reduce)."""
         ...
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout: ...
 
-    def encode(self, flat: Tensor, layout: Layout) -> tuple[Payload, Sparse]: ...
+    def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = kernels) -> tuple[Block, Part]:
+        """The block of a slab's coefficients (c, a), and what receivers will decode from it."""
+        ...
 
-    def decode(self, payload: Payload, layout: Layout) -> Sparse: ...
+    def decode(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> Part:
+        """The part whose block comes next. Raises `WireError`; whatever the bytes, time and memory are bounded."""
+        ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Every value, exact, in fp32: the honest no-op. The payload is plain numbers, so it can be summed on the way."""
+    """Every value, exact, in fp32: the honest no-op. Blocks are plain numbers, so they can be summed on the way."""
 
     lossless = True
     reduces = True
@@ -86,13 +104,13 @@ class Dense:
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
         return Layout.flat(shapes)
 
-    def encode(self, flat: Tensor, layout: Layout) -> tuple[Payload, Sparse]:
-        sent = flat.clone()
-        return sent, self.decode(sent, layout)
+    def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = kernels) -> tuple[Block, Part]:  # noqa: ARG002
+        sent = coeffs.clone()
+        return sent, Part(None, sent)
 
-    def decode(self, payload: Payload, layout: Layout) -> Sparse:
-        assert isinstance(payload, Tensor)
-        return Sparse(tuple(Part(group, None, group.of(payload)) for group in layout.groups))
+    def decode(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> Part:  # noqa: ARG002
+        values = reader.tensor(slab.size, torch.float32, "values").view(slab.chunks, slab.area)
+        return Part(None, _finite(values, "values"))
 
 
 @dataclass(frozen=True)
@@ -116,8 +134,8 @@ class TopK:
         for name in ("keep", "bits", "chunk", "plain_below"):
             if type(getattr(self, name)) is not int:
                 raise MethodError(f"{name}={getattr(self, name)!r}: a whole number")
-        if self.chunk < 1:
-            raise MethodError(f"chunk={self.chunk}: the side of a chunk is at least 1; 64 is the default")
+        if not 1 <= self.chunk <= MOST_CHUNK:
+            raise MethodError(f"chunk={self.chunk}: the side of a chunk, from 1 to {MOST_CHUNK}; 64 is the default")
         if not 1 <= self.keep <= FULL_CHUNK:
             raise MethodError(f"keep={self.keep}: coefficients kept of each {FULL_CHUNK}; use 1 to {FULL_CHUNK}")
         if self.bits not in BITS:
@@ -140,175 +158,112 @@ class TopK:
         basis = dct.TRANSFORMS[self.transform]
         return Layout(shapes, chunk=self.chunk, plain_below=self.plain_below, basis=basis)
 
-    def kept(self, group: Group) -> int:
-        """k: how many values of each chunk of the group travel."""
-        if group.plain:
-            return group.area
-        return min(group.area, max(1, round(self.keep * group.area / FULL_CHUNK)))
+    def kept(self, slab: Slab) -> int:
+        """k: how many values of each chunk of the slab travel."""
+        if slab.plain:
+            return slab.area
+        return min(slab.area, max(1, round(self.keep * slab.area / FULL_CHUNK)))
 
-    def width(self, group: Group) -> int:
-        """Bits per value of the group."""
-        return max(self.bits, 16) if group.plain else self.bits
+    def width(self, slab: Slab) -> int:
+        """Bits per value of the slab."""
+        return max(self.bits, 16) if slab.plain else self.bits
 
-    def encode(self, flat: Tensor, layout: Layout) -> tuple[Payload, Sparse]:
-        payload, parts = bytearray(), []
-        for group in layout.groups:
-            coeffs = group.of(flat)
-            index = select(coeffs, self.kept(group))
-            chosen = coeffs if index is None else coeffs.gather(1, index)
-            if index is not None:
-                gaps = torch.diff(index.cpu(), dim=1, prepend=torch.tensor(-1).expand(group.chunks, 1)) - 1
-                payload += pack_gaps(gaps.view(-1), guess_width(group.area, self.kept(group)))
-            data, values = quantise(chosen, self.width(group))
-            payload += data
-            parts.append(Part(group, index, values))
-        return bytes(payload), Sparse(tuple(parts))
+    def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = kernels) -> tuple[Block, Part]:
+        _refuse_not_finite(coeffs, slab)
+        k = self.kept(slab)
+        if k == slab.area:
+            data, values = encode_values(coeffs, self.width(slab), kernels)
+            return data, Part(None, values, kernels)
+        index = kernels.select(coeffs, k)
+        data, values = encode_values(coeffs.gather(1, index), self.width(slab), kernels)
+        return kernels.pack_positions(index, slab.area) + data, Part(index, values, kernels)
 
-    def decode(self, payload: Payload, layout: Layout) -> Sparse:
-        assert isinstance(payload, bytes)
-        reader, parts = Reader(payload), []
-        for group in layout.groups:
-            k = self.kept(group)
-            what = f"chunks of {group.h}x{group.w}"
-            index = None
-            if k < group.area:
-                gaps = reader.gaps(group.chunks * k, group.area, f"indices of {what}").view(group.chunks, k)
-                index = (gaps + 1).cumsum(1) - 1
-                if int(index[:, -1].max()) >= group.area:
-                    raise WireError(f"indices of {what}: beyond the chunk's {group.area} values; message is corrupt")
-            values = dequantise(reader, (group.chunks, k), self.width(group), f"values of {what}")
-            parts.append(Part(group, index, values))
-        reader.end()
-        return Sparse(tuple(parts))
+    def decode(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> Part:
+        k = self.kept(slab)
+        shape, where = (slab.chunks, k), f"chunks of {slab.h}x{slab.w}"
+        index = None
+        if k < slab.area:
+            index = kernels.unpack_positions(reader, shape, slab.area, f"positions, {where}")
+        return Part(index, decode_values(reader, shape, self.width(slab), where, kernels), kernels)
 
 
-def select(coeffs: Tensor, k: int) -> Tensor | None:
-    """(c, a) to (c, k): positions of the k largest magnitudes, ascending; the lower position wins a tie.
-
-    None when everything is kept.
-    """
-    c, a = coeffs.shape
-    if k >= a:
-        return None
-    strength = coeffs.abs()
-    weakest = strength.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
-    chosen = strength >= weakest
-    if int(chosen.sum()) != c * k:  # ties at the threshold: keep just enough of them, from the front
-        above = strength > weakest
-        ties = strength == weakest
-        room = k - above.sum(dim=1, keepdim=True)
-        chosen = above | (ties & (ties.cumsum(dim=1) <= room))
-    return chosen.nonzero()[:, 1].view(c, k)
-
-
-def guess_width(area: int, k: int) -> int:
-    """The Rice width that suits gaps between k of ``area`` positions if they are spread evenly."""
-    return max(0, (area // k).bit_length() - 1)
-
-
-def quantise(values: Tensor, bits: int) -> tuple[bytes, Tensor]:
+def encode_values(values: Tensor, bits: int, kernels: Kernels = kernels) -> tuple[bytes, Tensor]:
     """(c, k) values to their bytes and to what those bytes decode to.
 
-    16 and 32 bits are bf16 and fp32 as they are. Fewer are codes q on the uniform grid (q + ½) · step, symmetric about
-    zero, with one step per chunk: the step that fits the chunk best in least squares. At one bit the value is sign ×
-    mean magnitude of the chunk. Values far beyond the grid follow as a list of exceptions: without it a coefficient
-    that always drifts faster than its chunk would never be sent in full, and its residual would grow without bound.
+    16 and 32 bits are bf16 and fp32 as they are. Fewer are codes on a uniform grid with one step per chunk; at one bit
+    that is sign × mean magnitude of the chunk. Values far beyond the grid follow as a list of exceptions: without it a
+    coefficient that always drifts faster than its chunk would never be sent in full, and its residual would grow
+    without bound.
     """
     if bits == 32:
         return tensor_bytes(values), values.clone()
     if bits == 16:
         narrow = narrow_bf16(values)
         return tensor_bytes(narrow), narrow.float()
-    half = 1 << (bits - 1)
-    magnitude = values.abs().double()  # fp64: huge and tiny chunks must neither overflow nor vanish in a sum
-    beyond = magnitude > EXCEPTIONAL * max(1.0, half / 2) * magnitude.mean(dim=1, keepdim=True)
-    level, step = fit_grid(magnitude, ~beyond, half)
-    step16 = narrow_bf16(step.squeeze(1), largest_factor=max(1.0, half - 0.5))
-    code = torch.where(values < 0, half - 0.5 - level, half - 0.5 + level).to(torch.int64)  # 0 … 2·half − 1
-    decoded = grid(code, step16.float(), half)
-    data = tensor_bytes(step16) + tensor_bytes(pack_fields(code.view(-1).cpu(), bits))
-    return data + _pack_exceptions(values, beyond, decoded), decoded
+    step, codes, far = kernels.quantise(values, bits)
+    decoded = grid(codes, step, bits)
+    data = tensor_bytes(step) + kernels.pack_codes(codes, bits) + far.numel().to_bytes(4, "little")
+    if far.numel():
+        exact = narrow_bf16(values.reshape(-1)[far])
+        decoded.view(-1)[far] = exact.float()
+        data += kernels.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
+    return data, decoded
 
 
-def dequantise(reader: Reader, shape: tuple[int, int], bits: int, what: str) -> Tensor:
-    """(c, k) values from their bytes: the inverse of `quantise`."""
+def decode_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, kernels: Kernels = kernels) -> Tensor:
+    """(c, k) values from their bytes: the inverse of `encode_values`."""
     c, k = shape
+    what = f"values, {where}"
     if bits >= 16:
-        values = reader.tensor(c * k, {16: torch.bfloat16, 32: torch.float32}[bits], what).float().view(shape)
-    else:
-        step = reader.tensor(c, torch.bfloat16, f"scales, {what}").float()
-        if bool((step < 0).any()):
-            raise WireError(f"scales, {what}: a negative scale; the message is corrupt")
-        values = grid(reader.fields(c * k, bits, what).view(shape), step, 1 << (bits - 1))
-        _read_exceptions(reader, values, f"exceptions, {what}")
+        dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
+        return _finite(reader.tensor(c * k, dtype, what).to(torch.float32).view(shape), what)
+    step = _finite(reader.tensor(c, torch.bfloat16, f"scales, {where}"), f"scales, {where}")
+    if bool((step < 0).any()):
+        raise WireError(f"scales, {where}: a negative scale; the message is corrupt")
+    if bool((step.float() * ((1 << (bits - 1)) - 0.5) > torch.finfo(torch.float32).max).any()):
+        raise WireError(f"scales, {where}: a scale too large for fp32; the message is corrupt")
+    values = kernels.unpack_grid(reader.take(field_bytes(c * k, bits), what), step, k, bits)
+    what = f"exceptions, {where}"
+    count = reader.number(4, what)
+    if count > c * k:
+        raise WireError(f"{what}: {count} of {c * k} values; the message is corrupt")
+    if count:
+        far = kernels.unpack_positions(reader, (1, count), c * k, what).view(-1)
+        values.view(-1)[far] = _finite(reader.tensor(count, torch.bfloat16, what), what).float()
+    return values
+
+
+def narrow_bf16(values: Tensor) -> Tensor:
+    """Nearest finite bf16 (the rest is residual)."""
+    most = torch.finfo(torch.bfloat16).max
+    return values.clamp(-most, most).to(torch.bfloat16)
+
+
+def _finite(values: Tensor, what: str) -> Tensor:
     if not bool(torch.isfinite(values).all()):
         raise WireError(f"{what}: not finite; the message is corrupt")
     return values
 
 
-def _pack_exceptions(values: Tensor, beyond: Tensor, decoded: Tensor) -> bytes:
-    """How many, where (gaps), and their values in bf16, which are put into ``decoded`` as well."""
-    where = beyond.view(-1).nonzero().view(-1)
-    count = where.numel().to_bytes(4, "little")
-    if not where.numel():
-        return count
-    exact = narrow_bf16(values.reshape(-1)[where])
-    decoded.view(-1)[where] = exact.float()
-    gaps = torch.diff(where.cpu(), prepend=torch.tensor([-1])) - 1
-    return count + pack_gaps(gaps, guess_width(values.numel(), where.numel())) + tensor_bytes(exact)
+def _refuse_not_finite(coeffs: Tensor, slab: Slab) -> None:
+    """A sum tells in one pass; only if it is not finite is the culprit worth looking for."""
+    if not bool(torch.isfinite(coeffs.sum())):
+        bad = (~torch.isfinite(coeffs)).nonzero()
+        if len(bad):  # finite numbers may have an infinite sum
+            chunk, position = bad[0].tolist()
+            raise NotFiniteError(slab.tensor_of(chunk, position))
 
 
-def _read_exceptions(reader: Reader, values: Tensor, what: str) -> None:
-    count = int.from_bytes(reader.take(4, what), "little")
-    if count > values.numel():
-        raise WireError(f"{what}: {count} of {values.numel()} values; the message is corrupt")
-    if not count:
-        return
-    where = (reader.gaps(count, values.numel(), what) + 1).cumsum(0) - 1
-    if int(where[-1]) >= values.numel():
-        raise WireError(f"{what}: beyond the {values.numel()} values; the message is corrupt")
-    values.view(-1)[where] = reader.tensor(count, torch.bfloat16, what).float()
-
-
-def grid(code: Tensor, step: Tensor, half: int) -> Tensor:
-    """(code − half + ½) · step: codes (c, k), steps (c,)."""
-    return (code.to(torch.float32) - (half - 0.5)) * step.unsqueeze(1)
-
-
-def fit_grid(magnitude: Tensor, mask: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """(c, k) levels ½, 1½ … and (c, 1) steps that minimise Σ (magnitude − level · step)² over each chunk's mask."""
-    magnitude = magnitude * mask
-    level = torch.full_like(magnitude, 0.5)
-    step = best_step(magnitude, level, mask)
-    if half > 1:
-        step = magnitude.amax(dim=1, keepdim=True) / (half - 0.5)
-        for _ in range(3):  # assign and refit: converges in a few passes
-            level = (magnitude / step.clamp_min(1e-300)).floor().clamp_max(half - 1) + 0.5
-            step = best_step(magnitude, level, mask)
-    return level, step
-
-
-def best_step(magnitude: Tensor, level: Tensor, mask: Tensor) -> Tensor:
-    """(c, 1): the step for these levels; 0 where nothing is left to fit."""
-    squares = (mask * level * level).sum(dim=1, keepdim=True)
-    return (magnitude * level).sum(dim=1, keepdim=True) / squares.clamp_min(0.25)
-
-
-def narrow_bf16(values: Tensor, largest_factor: float = 1.0) -> Tensor:
-    """Nearest bf16, kept small enough that ``largest_factor`` times it is finite (the rest is residual)."""
-    most = torch.finfo(torch.bfloat16).max / largest_factor
-    return values.clamp(-most, most).to(torch.float32).to(torch.bfloat16)
-
-
-def mean(payloads: Sequence[Sparse], layout: Layout, device: torch.device, *, over_senders: bool) -> Tensor:
-    """Flat mean of payloads, summed in the order given: over all of them, or per value over those that sent it."""
-    total = layout.empty(device)
-    for payload in payloads:
-        payload.add_to(total)
-    if not over_senders:
-        # By a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
-        return total.div_(torch.tensor(float(len(payloads)), device=device))
-    counts = layout.empty(device)
-    for payload in payloads:
-        payload.ones().add_to(counts)
-    return total.div_(counts.clamp_min_(1))
+def mean(parts: Iterable[Part], out: Tensor, *, over_senders: bool) -> Tensor:
+    """Mean of a slab's parts into ``out`` (c, a), summed in the order given: over all of them, or per value over those
+    that sent it."""
+    out.zero_()
+    counts = torch.zeros_like(out) if over_senders else None
+    heard = 0
+    for part in parts:
+        part.add_to(out)
+        if counts is not None:
+            part.ones().add_to(counts)
+        heard += 1
+    # By a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
+    return out.div_(torch.tensor(float(heard), device=out.device) if counts is None else counts.clamp_min_(1))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 Basis = Callable[[int], Tensor]
+Transform = Callable[[Tensor, Basis, Tensor, Tensor], Tensor]
 
 
 def cosine_basis(n: int) -> Tensor:
@@ -49,18 +50,26 @@ def cached_basis(make: Basis, n: int, device: torch.device) -> Tensor:
     return make(n).to(torch.float32).to(device)
 
 
-def forward(chunks: Tensor, make: Basis) -> Tensor:
-    """(n, h, w) values to (n, h, w) coefficients."""
+def forward(chunks: Tensor, make: Basis, between: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """(n, h, w) values to coefficients, by way of ``between`` (scratch) into ``out``; neither may be ``chunks``."""
     rows, cols = _bases(chunks, make)
-    with full_precision(chunks.device):
-        return rows @ (chunks @ cols.T)
+    return _turn(rows, chunks, cols.T, between, out)
 
 
-def inverse(coeffs: Tensor, make: Basis) -> Tensor:
-    """(n, h, w) coefficients to (n, h, w) values."""
+def inverse(coeffs: Tensor, make: Basis, between: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """The inverse of `forward`."""
     rows, cols = _bases(coeffs, make)
-    with full_precision(coeffs.device):
-        return rows.T @ (coeffs @ cols)
+    return _turn(rows.T, coeffs, cols, between, out)
+
+
+def _turn(left: Tensor, chunks: Tensor, right: Tensor, between: Tensor | None, out: Tensor | None) -> Tensor:
+    """left · chunk · right for every chunk: one tall product, then one small product per chunk."""
+    n, h, w = chunks.shape
+    between = torch.empty_like(chunks) if between is None else between
+    out = torch.empty_like(chunks) if out is None else out
+    with full_precision(chunks.device):
+        torch.mm(chunks.view(n * h, w), right, out=between.view(n * h, w))
+        return torch.bmm(left.expand(n, h, h), between, out=out)
 
 
 @contextmanager

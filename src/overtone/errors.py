@@ -27,5 +27,13 @@ class WireError(OvertoneError, ValueError):
     """Bytes that are not a message of this round of this run."""
 
 
+class NotFiniteError(OvertoneError, ValueError):
+    """Coefficients with an infinity or NaN among them; ``tensor`` says in which tensor, counted from 0."""
+
+    def __init__(self, tensor: int) -> None:
+        super().__init__(f"tensor {tensor}: values that are not finite")
+        self.tensor = tensor
+
+
 class StateError(OvertoneError, ValueError):
     """A saved state does not fit this replica."""

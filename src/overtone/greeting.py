@@ -1,32 +1,52 @@
-"""How replicas meet: the same method and model everywhere, then rank 0's weights everywhere, verified."""
+"""How replicas meet: the same method and model everywhere, a name for this run, then rank 0's weights, verified."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from overtone import agreement, fingerprint
 from overtone.exchange import Broadcast, Gather, Talk
+from overtone.patterns import refusing
+from overtone.wire import Expected, Header, Kind, seal_message, unseal_message
 
 if TYPE_CHECKING:
     from overtone.replica import Replica
+
+NOBODY = bytes(8)
 
 
 def greet(replica: Replica) -> Talk[None]:
     """A replica's side of the greeting; afterwards its state is that of round 0."""
     peers = replica.transport.peers
     everything = [*replica.parameters.all.values(), *replica.buffers.tensors()]
-    heard = yield Gather(json.dumps(replica.about).encode())
-    agreement.compare_introductions(dict(zip(peers, heard, strict=True)))
+    nonce = os.urandom(8)
+    heard = yield from _tell(replica, nonce + json.dumps(replica.about).encode())
+    agreement.compare_introductions({rank: body[8:] for rank, body in zip(peers, heard, strict=True)})
+    # Everybody's dice are in it, so a message of any other run is a stranger's, whoever replays it.
+    replica.run = fingerprint.of_bytes(b"".join(body[:8] for body in heard))
     yield Broadcast(everything)
     replica.buffers.remember()
     replica.signal.begin()
     weights = replica.layout.read(replica.parameters.tensors, replica.layout.empty(replica.device))
     replica.state = replica.method.rule.begin(weights, lossless=replica.method.codec.lossless)
     anchor = fingerprint.of_tensors(replica.anchor_tensors())
-    heard = yield Gather(fingerprint.of_tensors(everything) + anchor)
-    agreement.compare_initial_weights(peers, [h[:8] for h in heard])
-    if replica.method.consensus and len({h[8:16] for h in heard}) > 1:
+    heard = yield from _tell(replica, fingerprint.of_tensors(everything) + anchor)
+    agreement.compare_initial_weights(peers, [body[:8] for body in heard])
+    if replica.method.consensus and len({body[8:16] for body in heard}) > 1:
         # Equal weights, unequal coefficients: the hosts round the transform differently. Rank 0's count.
         yield Broadcast(replica.anchor_tensors())
     replica.transport.ledger.phase = "rounds"
+
+
+def _tell(replica: Replica, body: bytes) -> Talk[Sequence[bytes]]:
+    """Everybody's body, by rank. The schema stays out of it: a difference is to be told in words."""
+    header = Header(Kind.GREETING, replica.transport.rank, 0, 0, replica.run, NOBODY, NOBODY, NOBODY)
+    heard = yield Gather(seal_message(header, body, replica.seal))
+    bodies = []
+    for rank, message in zip(replica.transport.peers, heard, strict=True):
+        with refusing(f"greeting of rank {rank}", 0):
+            bodies.append(unseal_message(message, Expected(0, replica.run, NOBODY), rank, replica.seal).body)
+    return bodies

@@ -1,11 +1,14 @@
 """How the tensors of a model lie in one flat vector of coefficients.
 
 Every tensor is seen as a matrix and cut into chunks, 64 × 64 by default; what remains at an edge is a chunk of its own
-with its own shorter basis, so nothing is ever padded. Chunks of equal shape, whatever tensor they come from, form one
-`Group` and are transformed, selected and packed together. Tensors too small or too flat to compress (norms, biases)
-form one plain group: no transform, every value sent.
+with its own shorter basis, so nothing is ever padded. Chunks of equal shape, whatever tensor they come from, lie
+together and are cut into *slabs*, which are transformed, selected and packed one at a time: big enough to batch many
+small tensors, small enough for the cache. Tensors too small or too flat to compress (norms, biases) lie in plain slabs:
+no transform, every value sent.
 
-    flat = [ group 0: chunks × area | group 1: … | plain values ]          float32
+    flat = [ slab 0: chunks × area | slab 1: … | plain values ]          float32
+
+The order of the slabs is part of the wire format: docs/wire.md.
 
 Legend: h, w chunk shape; down, across how many chunks a patch has in each direction.
 """
@@ -15,19 +18,22 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from overtone import dct
 
-SLAB = 1 << 21  # values transformed at once: bounds the temporary memory, and stays in the cache
+SLAB = 1 << 19  # values worked on at once: bounds the temporary memory, and stays in the cache
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A rectangle of one tensor that is cut into ``down × across`` chunks of one group, starting at ``first``."""
+    """A rectangle of one tensor that is cut into ``down × across`` chunks, the first at place ``first`` of its slab.
+
+    In a plain slab chunks are single values: ``col`` is where in the tensor the patch begins, ``across`` its length.
+    """
 
     tensor: int
     row: int
@@ -38,8 +44,8 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class Group:
-    """All chunks of one shape. A plain group is one chunk that is never transformed."""
+class Slab:
+    """A run of chunks of one shape. A plain slab is one chunk that is never transformed."""
 
     h: int
     w: int
@@ -52,9 +58,18 @@ class Group:
     def area(self) -> int:
         return self.h * self.w
 
+    @property
+    def size(self) -> int:
+        return self.chunks * self.area
+
     def of(self, flat: Tensor) -> Tensor:
-        """This group's part of a flat vector, as (chunks, area)."""
-        return flat[self.offset : self.offset + self.chunks * self.area].view(self.chunks, self.area)
+        """This slab's part of a flat vector, as (chunks, area)."""
+        return flat[self.offset : self.offset + self.size].view(self.chunks, self.area)
+
+    def tensor_of(self, chunk: int, position: int) -> int:
+        """Which tensor a value comes from."""
+        place = position if self.plain else chunk
+        return next(p.tensor for p in reversed(self.patches) if p.first <= place)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -69,15 +84,16 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class Layout:
-    """The map between tensors and their flat vector of coefficients: `read` and `write`."""
+    """The map between tensors and their flat vector of coefficients: `read` and `write`, a slab or all at a time."""
 
     def __init__(
         self, shapes: Sequence[Sequence[int]], *, chunk: int, plain_below: int, basis: dct.Basis | None
     ) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
         self.basis = basis
-        self.groups = _group(self.shapes, chunk, plain_below)
-        self.size = sum(group.chunks * group.area for group in self.groups)
+        self.slabs = tuple(_slabs(self.shapes, chunk, plain_below))
+        self.size = sum(slab.size for slab in self.slabs)
+        self._rooms: dict[torch.device, Tensor] = {}
 
     @classmethod
     def flat(cls, shapes: Sequence[Sequence[int]]) -> Layout:
@@ -87,61 +103,100 @@ class Layout:
     def empty(self, device: torch.device) -> Tensor:
         return torch.zeros(self.size, dtype=torch.float32, device=device)
 
+    def room(self, slab: Slab, index: int, device: torch.device) -> Tensor:
+        """One of three lasting scratch areas as large as the slab: fresh memory costs more than the work in it."""
+        if device not in self._rooms:
+            largest = max((slab.size for slab in self.slabs), default=0)
+            self._rooms[device] = torch.empty(3, largest, dtype=torch.float32, device=device)
+        return self._rooms[device][index, : slab.size].view(slab.chunks, slab.area)
+
+    # -- a slab at a time ------------------------------------------------------------------------------------------
+
+    def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors as `read_slab` and `write_slab` want them: views, or copies of those that are no matrix in
+        memory (channels_last, a transposed view); `land` brings copies home."""
+        return [tensor.contiguous().view(matrix_shape(tensor.shape)) for tensor in tensors]
+
+    def land(self, matrices: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        for matrix, tensor in zip(matrices, tensors, strict=True):
+            if matrix.data_ptr() != tensor.data_ptr():
+                tensor.copy_(matrix.view(tensor.shape))
+
+    def read_slab(self, slab: Slab, plus: Sequence[Tensor], minus: Sequence[Tensor] | None, out: Tensor) -> Tensor:
+        """Coefficients of ``plus`` (less ``minus``) into ``out`` (chunks, area); the subtraction happens in fp32."""
+        turns = self.basis is not None and not slab.plain
+        values = self.room(slab, 0, out.device) if turns else out
+        for patch in slab.patches:
+            place, here = _place(values, slab, patch), _region(plus[patch.tensor], slab, patch)
+            there = None if minus is None else _region(minus[patch.tensor], slab, patch)
+            if there is None:
+                place.copy_(here)
+            elif here.dtype == there.dtype == torch.float32 and here.device == there.device == place.device:
+                torch.sub(here, there, out=place)
+            else:
+                place.copy_(here).sub_(there.to(place.device))
+        if turns:
+            self._turn(dct.forward, values, slab, out)
+        return out
+
+    def write_slab(self, slab: Slab, coeffs: Tensor, matrices: Sequence[Tensor]) -> None:
+        """The part of the tensors whose coefficients are ``coeffs``, rounded to each tensor's own type."""
+        values = coeffs
+        if self.basis is not None and not slab.plain:
+            values = self.room(slab, 0, coeffs.device)
+            self._turn(dct.inverse, coeffs, slab, values)
+        for patch in slab.patches:
+            _region(matrices[patch.tensor], slab, patch).copy_(_place(values, slab, patch))
+
+    def _turn(self, transform: dct.Transform, values: Tensor, slab: Slab, out: Tensor) -> None:
+        assert self.basis is not None
+        shape = (slab.chunks, slab.h, slab.w)
+        between = self.room(slab, 1, values.device)
+        transform(values.view(shape), self.basis, between.view(shape), out.view(shape))
+
+    # -- all at once -----------------------------------------------------------------------------------------------
+
     def read(self, tensors: Sequence[Tensor], out: Tensor, *, minus: Sequence[Tensor] | None = None) -> Tensor:
-        """Coefficients of ``tensors`` (less ``minus``) into ``out``; the subtraction happens in fp32."""
-        for group in self.groups:
-            chunks = group.of(out)
-            for patch in group.patches:
-                place = _place(chunks, group, patch)
-                place.copy_(_region(_as_matrix(tensors[patch.tensor]), group, patch))
-                if minus is not None:
-                    place.sub_(_region(_as_matrix(minus[patch.tensor]), group, patch).to(place.device))
-            if self.basis is not None and not group.plain:
-                for slab in _slabs(chunks, group):
-                    slab.copy_(dct.forward(slab, self.basis))
+        """Coefficients of all tensors (less ``minus``) into the flat vector ``out``."""
+        plus = self.matrices(tensors)
+        less = None if minus is None else self.matrices(minus)
+        for slab in self.slabs:
+            self.read_slab(slab, plus, less, slab.of(out))
         return out
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-        """The tensors whose coefficients are ``flat``, rounded to each tensor's own type."""
-        # A tensor that is no matrix in memory (channels_last, a transposed view) is filled by way of a copy.
-        targets = [t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
-        for group in self.groups:
-            values = group.of(flat)
-            if self.basis is not None and not group.plain:
-                values = values.clone()
-                for slab in _slabs(values, group):
-                    slab.copy_(dct.inverse(slab, self.basis))
-            for patch in group.patches:
-                _region(_as_matrix(targets[patch.tensor]), group, patch).copy_(_place(values, group, patch))
-        for target, tensor in zip(targets, tensors, strict=True):
-            if target is not tensor:
-                tensor.copy_(target)
+        """The tensors whose coefficients are ``flat``."""
+        matrices = self.matrices(tensors)
+        for slab in self.slabs:
+            self.write_slab(slab, slab.of(flat), matrices)
+        self.land(matrices, tensors)
 
 
-def _group(shapes: Sequence[tuple[int, ...]], chunk: int, plain_below: int) -> tuple[Group, ...]:
+def _slabs(shapes: Sequence[tuple[int, ...]], chunk: int, plain_below: int) -> Iterator[Slab]:
+    """Chunks of equal shape together, larger shapes first, plain tensors last; within that, in the tensors' order."""
     patches: dict[tuple[int, int], list[Patch]] = defaultdict(list)
-    chunks: dict[tuple[int, int], int] = defaultdict(int)
     plain: list[Patch] = []
-    plain_size = 0
     for index, shape in enumerate(shapes):
         rows, cols = matrix_shape(shape)
+        if rows * cols == 0:
+            continue
         if rows == 1 or rows * cols < plain_below:
-            # A plain tensor is a patch of one-value chunks: `across` is its length, `first` its place.
-            plain.append(Patch(index, 0, 0, 1, rows * cols, plain_size))
-            plain_size += rows * cols
+            plain.append(Patch(index, 0, 0, 1, rows * cols, 0))
             continue
         for row, h, down in _cuts(rows, chunk):
             for col, w, across in _cuts(cols, chunk):
-                patches[h, w].append(Patch(index, row, col, down, across, chunks[h, w]))
-                chunks[h, w] += down * across
-    groups = []
+                patches[h, w].append(Patch(index, row, col, down, across, 0))
     offset = 0
     for h, w in sorted(patches, reverse=True):
-        groups.append(Group(h, w, chunks[h, w], offset, False, tuple(patches[h, w])))
-        offset += chunks[h, w] * h * w
-    if plain_size:
-        groups.append(Group(1, plain_size, 1, offset, True, tuple(plain)))
-    return tuple(groups)
+        for run in _runs(patches[h, w], h, w, max(1, SLAB // (h * w))):
+            chunks = run[-1].first + run[-1].down * run[-1].across
+            slab = Slab(h, w, chunks, offset, False, tuple(run))
+            offset += slab.size
+            yield slab
+    for run in _runs(plain, 1, 1, SLAB):
+        slab = Slab(1, run[-1].first + run[-1].across, 1, offset, True, tuple(run))
+        offset += slab.size
+        yield slab
 
 
 def _cuts(length: int, chunk: int) -> Iterator[tuple[int, int, int]]:
@@ -153,26 +208,50 @@ def _cuts(length: int, chunk: int) -> Iterator[tuple[int, int, int]]:
         yield whole * chunk, rest, 1
 
 
-def _as_matrix(tensor: Tensor) -> Tensor:
-    return tensor.reshape(matrix_shape(tensor.shape))
+def _runs(patches: Sequence[Patch], h: int, w: int, most: int) -> Iterator[list[Patch]]:
+    """The patches in runs of ``most`` chunks (the last may be shorter), cut where a run is full."""
+    run: list[Patch] = []
+    used = 0
+    for patch in patches:
+        for piece in _pieces(patch, h, w, most, most - used):
+            run.append(replace(piece, first=used))
+            used += piece.down * piece.across
+            if used == most:
+                yield run
+                run, used = [], 0
+    if run:
+        yield run
 
 
-def _region(matrix: Tensor, group: Group, patch: Patch) -> Tensor:
-    """The patch's part of a tensor, as (down, across, h, w)."""
-    if group.plain:
-        return matrix.reshape(1, matrix.numel(), 1, 1)
-    part = matrix[patch.row : patch.row + patch.down * group.h, patch.col : patch.col + patch.across * group.w]
-    cut: Tensor = part.unflatten(0, (patch.down, group.h)).unflatten(2, (patch.across, group.w))
-    return cut.transpose(1, 2)
+def _pieces(patch: Patch, h: int, w: int, most: int, room: int) -> Iterator[Patch]:
+    """Rectangles that follow each other in the patch's own order of chunks (row by row) and fill runs of ``most``
+    chunks, ``room`` of them for the first."""
+    at, end = 0, patch.down * patch.across
+    while at < end:
+        down, across = divmod(at, patch.across)
+        left = min(room, end - at)
+        if across or left < patch.across:  # part of one row of chunks
+            size = min(left, patch.across - across)
+            piece = (down, across, 1, size)
+        else:
+            size = left // patch.across * patch.across
+            piece = (down, 0, left // patch.across, patch.across)
+        yield Patch(patch.tensor, patch.row + piece[0] * h, patch.col + piece[1] * w, piece[2], piece[3], 0)
+        at += size
+        room = room - size or most
 
 
-def _place(chunks: Tensor, group: Group, patch: Patch) -> Tensor:
-    """The patch's part of the group's chunks, as (down, across, h, w)."""
+def _region(matrix: Tensor, slab: Slab, patch: Patch) -> Tensor:
+    """The patch's part of a matrix, as (down, across, h, w); of a plain tensor, as (length,)."""
+    if slab.plain:
+        return matrix.view(-1)[patch.col : patch.col + patch.across]
+    part = matrix[patch.row : patch.row + patch.down * slab.h, patch.col : patch.col + patch.across * slab.w]
+    return part.view(patch.down, slab.h, patch.across, slab.w).transpose(1, 2)
+
+
+def _place(chunks: Tensor, slab: Slab, patch: Patch) -> Tensor:
+    """The patch's part of the slab's chunks, shaped as its `_region`."""
+    if slab.plain:
+        return chunks[0, patch.first : patch.first + patch.across]
     last = patch.first + patch.down * patch.across
-    if group.plain:
-        return chunks[0, patch.first : last].view(1, patch.across, 1, 1)
-    return chunks[patch.first : last].view(patch.down, patch.across, group.h, group.w)
-
-
-def _slabs(chunks: Tensor, group: Group) -> Iterator[Tensor]:
-    yield from chunks.view(-1, group.h, group.w).split(max(1, SLAB // group.area))
+    return chunks[patch.first : last].view(patch.down, patch.across, slab.h, slab.w)

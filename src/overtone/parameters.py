@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from overtone.errors import ModelError
 
+ADVICE = "lower the learning rate or clip the gradient, and go on from a checkpoint"
+
 
 class Parameters:
     """A model's parameters by name, tied ones once. Those that require a gradient now are exchanged."""
@@ -53,13 +55,17 @@ class Parameters:
 
     def culprit(self, kind: str, signal: Sequence[Tensor], step: int) -> str:
         """Which parameter made a signal that is not finite, and what to do about it."""
-        advice = "lower the learning rate or clip the gradient, and go on from a checkpoint"
         for name, tensor in zip(self.trainable, signal, strict=True):
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
                 share = f"{bad} of {tensor.numel()} values"
-                return f"the {kind} of parameter {name} has {share} that are not finite at step {step}; {advice}"
-        return f"the {kind} is too large for fp32 at step {step}; {advice}"
+                return f"the {kind} of parameter {name} has {share} that are not finite at step {step}; {ADVICE}"
+        return f"the {kind} is too large for fp32 at step {step}; {ADVICE}"
+
+    def overflow(self, index: int, step: int) -> str:
+        """Which parameter's residual outgrew fp32, and what to do about it."""
+        name = list(self.trainable)[index]
+        return f"the residual of parameter {name} is not finite any more at step {step}; {ADVICE}"
 
 
 def plain_name(name: str) -> str:

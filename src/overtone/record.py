@@ -20,3 +20,4 @@ class Round:
     drift_norm: float  # of the gradient, for methods that exchange gradients
     residual_norm: float
     anchor_fingerprint: str
+    left_out: tuple[int, ...] = ()  # ranks whose message was refused, where the policy is to go on without them

@@ -1,8 +1,8 @@
 """One worker's copy of the model with its inner optimiser and exchange state: the object that users hold.
 
 backward → replica.step: inner step; not due? return
-         → propose: signal → rule → codec → one message
-         → transport → absorb: verify, decode, mean → rule → weights → Round
+         → propose: signal → rule → codec → one message, slab by slab
+         → pattern: exchange, verify → absorb: mean → rule → weights, slab by slab → Round
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,25 +19,27 @@ import torch
 from torch import Tensor, nn
 
 from overtone import agreement, fingerprint, greeting, saving
+from overtone.bits import Reader
 from overtone.buffers import Buffers
-from overtone.codec import Sparse
-from overtone.errors import MethodError, ModelError, OvertoneError, PeerError
-from overtone.exchange import Exchange, Gather, Opened, Talk, hold, pattern_for
+from overtone.codec import Block, Part, kernels_for
+from overtone.errors import MethodError, ModelError, NotFiniteError, OvertoneError, PeerError
+from overtone.exchange import Talk, hold
 from overtone.inner import Closure, InnerStep
+from overtone.layout import Slab
 from overtone.methods import Method, decoupled
 from overtone.parameters import Parameters
+from overtone.patterns import Heard, Say, Setting, pattern_for
 from overtone.record import Round
 from overtone.transport import Count, Transport, connect
-from overtone.wire import Expected, Header, Kind
+from overtone.wire import Expected, Header, Kind, Seal
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """What `absorb` must know of the `propose` before it."""
+class _Proposal:
+    """What to remember of a proposal until the round is over."""
 
     method: Method
-    sent: Sparse | None  # None: there was nothing fit to send, and `why` says why
-    why: str
+    say: Say
     signal_norm: float
     seconds: float
     before: Count
@@ -49,6 +51,8 @@ class Replica:
     ``transport`` defaults to the world the process was started in: one process alone, or a ``torchrun`` world.
     ``buffers`` is "shared" (floating ones averaged each round, others checked) or "private".
     Freeze parameters before building the replica: those with ``requires_grad`` are exchanged, in fp32.
+    ``key`` (by default the environment's ``OVERTONE_KEY``) seals every message against forgery. ``refused`` says what
+    happens to a rank whose message cannot be read: "raise" on every rank, or "leave out" of that round on every rank.
     ``join=False`` leaves the greeting to whoever drives `joining` (the simulator does).
     """
 
@@ -60,6 +64,8 @@ class Replica:
         transport: Transport | None = None,
         *,
         buffers: str = "shared",
+        key: str | bytes | None = None,
+        refused: str = "raise",
         join: bool = True,
     ) -> None:
         if not isinstance(method, Method | None):
@@ -77,14 +83,18 @@ class Replica:
         exchanged = self.parameters.exchanged
         self.device = exchanged[0].device
         self.layout = self.method.codec.layout([p.shape for p in exchanged])
-        self.signal = self.method.signal(exchanged, self.layout)
-        self._pattern = pattern_for(self.method.codec, self.layout, self.transport, self.device)
+        self.signal = self.method.signal(exchanged)
+        self.kernels = kernels_for(self.layout.size, self.device)
+        self.seal = Seal.with_key(key)
+        setting = Setting(self.layout, self.kernels, self.buffers, self.seal, self.transport.rank, self.device, refused)
+        self._pattern = pattern_for(self.method.codec, setting, self.transport)
         self.about = agreement.introduction(self.method, self.parameters.all, self.buffers.named(), self.buffers.policy)
-        self._schema = agreement.schema_of(self.about)
+        self.about["refused"] = refused
+        self.schema = agreement.schema_of(self.about)
+        self.run = bytes(8)  # agreed upon in the greeting
         self._inner_step = InnerStep(inner, exchanged)
-        self._pending: _Pending | None = None
+        self._proposal: _Proposal | None = None
         self._showing_anchor = False
-        self._scratch = self.layout.empty(self.device)
         if join:
             hold(self.joining(), self.transport)
 
@@ -95,8 +105,8 @@ class Replica:
 
     @property
     def proposing(self) -> bool:
-        """True between `propose` and `absorb`."""
-        return self._pending is not None
+        """True while a round is under way."""
+        return self._proposal is not None
 
     # -- the user's verbs ------------------------------------------------------------------------------------------
 
@@ -148,8 +158,6 @@ class Replica:
             for tensor, mine in zip((*shared, *floats), own, strict=True):
                 tensor.copy_(mine)
 
-    # -- a round in two halves -------------------------------------------------------------------------------------
-
     def local_step(
         self,
         *,
@@ -174,79 +182,86 @@ class Replica:
         every = self.method.every
         return every is not None and self.steps - self.steps_at_round >= every
 
-    def propose(self, method: Method | None = None) -> Exchange:
-        """This replica's half of a round: what to send. Trouble, such as a signal that is not finite, is confessed to
-        the others, who would otherwise wait in vain; `absorb` then raises on every rank.
+    # -- a round ---------------------------------------------------------------------------------------------------
 
-        ``method`` is another row than the replica's own, for the draining messages of `finish`.
-        """
-        method = method or self.method
+    def propose(self, method: Method) -> _Proposal:
+        """What to say in a round. Trouble, such as a signal that is not finite, is confessed to the others, who would
+        otherwise wait in vain; the round is then refused on every rank."""
         begin = time.perf_counter()
         before = copy.copy(self.transport.ledger.now)
-        signal = self.signal.read(self._scratch, scale=self._loss_scale())
-        norm = _norm(signal)
-        payload: Any = None
-        sent = None
-
-        def encode(flat: Tensor) -> Sparse:
-            nonlocal payload
-            payload, decoded = method.codec.encode(flat, self.layout)
-            return decoded
-
-        finite = math.isfinite(norm)
-        why = self.parameters.thawed() or self.buffers.trouble() if finite else self._culprit()
+        kind = Kind.ROUND if method is self.method else Kind.DRAIN
+        blocks: list[Block] = []
+        norm = math.nan
+        why = self._not_finite()
         if why:
-            abstains = not finite and self._inner_step.may_overflow and not self.signal.inner_first
+            abstains = self._inner_step.may_overflow and not self.signal.inner_first
             kind = Kind.ABSTAIN if abstains else Kind.FAILURE
-            exchange = self._pattern.refuse(self._header(kind), why, self.buffers)
+        elif why := self.parameters.thawed() or self.buffers.trouble():
+            kind = Kind.FAILURE
         else:
-            sent = method.rule.propose(self.state, signal, encode)
-            kind = Kind.ROUND if method is self.method else Kind.DRAIN
-            exchange = self._pattern.pack(self._header(kind), payload, self.buffers)
-        self._pending = _Pending(method, sent, why, norm, time.perf_counter() - begin, before)
-        return exchange
+            try:
+                norm = self._encode(method, blocks)
+            except NotFiniteError as error:  # a finite signal, but the sum with what was there already is not
+                self._withdraw(method, blocks)
+                kind, why = Kind.FAILURE, self.parameters.overflow(error.tensor, self.steps)
+        say = Say(self._header(kind), method.codec, blocks, why)
+        return _Proposal(method, say, norm, time.perf_counter() - begin, before)
 
-    def absorb(self, heard: Any) -> Round:
-        """The other half: verify what was heard, then move. No weight is touched before everything is verified."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            raise OvertoneError("absorb: there was no propose; a round is propose, exchange, absorb")
-        begin = time.perf_counter()
-        rule = pending.method.rule
-        try:
-            opened = self._verified(heard, pending)
-            if opened is not None:
-                mean, buffers = self._pattern.mean(
-                    opened, pending.method.codec, self.buffers, over_senders=rule.over_senders
-                )
-        except OvertoneError:
-            self._withdraw(pending)
-            raise
-        if opened is not None:
-            self.signal.write(rule.absorb(self.state, mean), rule.settle, scale=self._loss_scale())
-            self.buffers.absorb(buffers)
-        else:
-            self._withdraw(pending)
-            self._inner_step.spoil()
-        seconds_decoding = time.perf_counter() - begin
-        if not self.signal.inner_first:
-            self._inner_step.take()
-        now = self.transport.ledger.now
-        done = Round(
-            index=self.rounds,
-            local_steps=self.steps - self.steps_at_round,
-            bytes_sent=now.sent - pending.before.sent,
-            bytes_received=now.received - pending.before.received,
-            seconds_encoding=pending.seconds,
-            seconds_waiting=now.waiting - pending.before.waiting,
-            seconds_decoding=seconds_decoding,
-            drift_norm=pending.signal_norm,
-            residual_norm=_norm(self.state["residual"]) if "residual" in self.state else 0.0,
-            anchor_fingerprint=self.fingerprint,
-        )
-        self.rounds += 1
-        self.steps_at_round = self.steps
-        return done
+    def _encode(self, method: Method, blocks: list[Block]) -> float:
+        """Signal → rule → codec, slab by slab; the norm of the signal."""
+        layout, scale = self.layout, self._loss_scale()
+        sources, less = self.signal.sources()
+        plus, minus = layout.matrices(sources), None if less is None else layout.matrices(less)
+        norms = []
+        for slab in layout.slabs:
+            signal = layout.read_slab(slab, plus, minus, layout.room(slab, 2, self.device))
+            if scale != 1.0:
+                signal.div_(scale)
+            norms.append(torch.linalg.vector_norm(signal))
+
+            def encode(coeffs: Tensor, slab: Slab = slab) -> Part:
+                block, part = method.codec.encode(coeffs, slab, self.kernels)
+                blocks.append(block)
+                return part
+
+            method.rule.propose(self._state_of(slab), signal, encode)
+        return _norm(torch.stack(norms))
+
+    def absorb(self, heard: Heard, method: Method) -> None:
+        """Mean → rule → weights, slab by slab. Everything was verified before."""
+        layout, rule = self.layout, method.rule
+        buffers = heard.buffers()
+        targets = self.signal.targets()
+        matrices = layout.matrices(targets)
+        for slab in layout.slabs:
+            mean = heard.mean(slab, layout.room(slab, 2, self.device), over_senders=rule.over_senders)
+            layout.write_slab(slab, rule.absorb(self._state_of(slab), mean), matrices)
+        layout.land(matrices, targets)
+        self.signal.wrote(targets, rule.settle, scale=self._loss_scale())
+        self.buffers.absorb(buffers)
+
+    def _verify(self, heard: Heard, say: Say) -> None:
+        """Refuse, on every rank alike, a round that must not count."""
+        for header in heard.headers:
+            if header.kind is Kind.FAILURE:
+                why = say.why if header.sender == self.transport.rank else heard.reason(header.sender)
+                raise PeerError(f"round {self.rounds}: rank {header.sender} could not take part: {why}")
+        ranks = [header.sender for header in heard.headers]
+        agreement.compare_progress(self.rounds, heard.headers)
+        agreement.compare_anchors(self.rounds, ranks, [header.anchor for header in heard.headers])
+        counters = [header.counters for header in heard.headers]
+        agreement.compare_counters(self.rounds, ranks, counters, self.buffers.counters)
+
+    def _withdraw(self, method: Method, blocks: Sequence[Block]) -> bool:
+        """Nobody counts what this replica said, so it is still owed. True if its signal stays in the state."""
+        kept = False
+        for slab, block in zip(self.layout.slabs, blocks, strict=False):
+            if isinstance(block, bytes):
+                part = method.codec.decode(Reader(block), slab, self.kernels)
+            else:
+                part = Part(None, block)
+            kept |= method.rule.withdraw(self._state_of(slab), part)
+        return kept
 
     # -- talks: a replica's side of every conversation (see exchange.py) -------------------------------------------
 
@@ -254,15 +269,55 @@ class Replica:
         yield from greeting.greet(self)
 
     def rounding(self, method: Method | None = None) -> Talk[Round]:
-        exchange = self.propose(method)
+        """A whole round; ``method`` is another row than the replica's own for the draining messages of `finish`."""
+        method = method or self.method
+        self._proposal = proposal = self.propose(method)
         try:
-            heard = yield exchange
-        except OvertoneError:  # it never got through
-            pending, self._pending = self._pending, None
-            if pending is not None:
-                self._withdraw(pending)
+            heard = yield from self._converse(proposal.say)
+        except OvertoneError:
+            # A drift that the residual now holds must not be measured a second time.
+            if self._withdraw(method, proposal.say.blocks):
+                self.signal.begin()
             raise
-        return self.absorb(heard)
+        finally:
+            self._proposal = None
+        begin = time.perf_counter()
+        abstained = any(header.kind is Kind.ABSTAIN for header in heard.headers)
+        if abstained or self.transport.rank in heard.left_out:
+            self._withdraw(method, proposal.say.blocks)
+        if abstained:
+            self._inner_step.spoil()
+        else:
+            self.absorb(heard, method)
+        seconds = time.perf_counter() - begin + heard.seconds
+        if not self.signal.inner_first:
+            self._inner_step.take()
+        return self._recorded(proposal, heard, seconds)
+
+    def _converse(self, say: Say) -> Talk[Heard]:
+        expected = Expected(self.rounds, self.run, self.schema)
+        heard = yield from self._pattern.converse(say, expected, self.transport.peers)
+        self._verify(heard, say)
+        return heard
+
+    def _recorded(self, proposal: _Proposal, heard: Heard, seconds_decoding: float) -> Round:
+        now = self.transport.ledger.now
+        done = Round(
+            index=self.rounds,
+            local_steps=self.steps - self.steps_at_round,
+            bytes_sent=now.sent - proposal.before.sent,
+            bytes_received=now.received - proposal.before.received,
+            seconds_encoding=proposal.seconds,
+            seconds_waiting=now.waiting - proposal.before.waiting,
+            seconds_decoding=seconds_decoding,
+            drift_norm=proposal.signal_norm,
+            residual_norm=_norm(self.state["residual"]) if "residual" in self.state else 0.0,
+            anchor_fingerprint=self.fingerprint,
+            left_out=tuple(heard.left_out),
+        )
+        self.rounds += 1
+        self.steps_at_round = self.steps
+        return done
 
     def finishing(self) -> Talk[list[Round]]:
         rounds: list[Round] = []
@@ -278,11 +333,16 @@ class Replica:
             self.state["residual"].zero_()
         if self.method.consensus:
             if "anchor" in self.state:
-                self.signal.write(self.state["anchor"], self.method.rule.settle)
-            heard = yield Gather(self._fingerprint())
-            agreement.compare_anchors(self.rounds, self.transport.peers, [h[:8] for h in heard])
+                self.show(self.state["anchor"])
+            yield from self._converse(Say(self._header(Kind.FINISH), self.method.codec))
         ledger.phase = "rounds"
         return rounds
+
+    def show(self, coeffs: Tensor) -> None:
+        """Weights with these coefficients into the model, as the start of a round."""
+        targets = self.signal.targets()
+        self.layout.write(coeffs, targets)
+        self.signal.wrote(targets, self.method.rule.settle)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -310,30 +370,24 @@ class Replica:
     def _header(self, kind: Kind) -> Header:
         anchor = self._fingerprint() if self.method.consensus else bytes(8)
         counters = self.buffers.counters_fingerprint()
-        return Header(kind, self.transport.rank, self.rounds, self.steps, self._schema, anchor, counters)
+        return Header(kind, self.transport.rank, self.rounds, self.steps, self.run, self.schema, anchor, counters)
 
-    def _verified(self, heard: Any, pending: _Pending) -> Opened | None:
-        """What to absorb; None if somebody abstained. Raises, on every rank alike, if this round must not count."""
-        opened = self._pattern.open(heard, Expected(self.rounds, self._schema), self.transport.peers)
-        headers = opened.headers
-        for position, header in enumerate(headers):
-            if header.kind is Kind.FAILURE:
-                why = pending.why if header.sender == self.transport.rank else opened.confession(position)
-                raise PeerError(f"round {self.rounds}: rank {header.sender} could not take part: {why}")
-        ranks = [header.sender for header in headers]
-        agreement.compare_progress(self.rounds, headers)
-        agreement.compare_anchors(self.rounds, ranks, [header.anchor for header in headers])
-        agreement.compare_counters(self.rounds, ranks, [header.counters for header in headers], self.buffers.counters)
-        return None if any(header.kind is Kind.ABSTAIN for header in headers) else opened
+    def _state_of(self, slab: Slab) -> dict[str, Tensor]:
+        return {name: slab.of(vector) for name, vector in self.state.items()}
 
-    def _culprit(self) -> str:
-        return self.parameters.culprit(type(self.signal).__name__.lower(), self.signal.tensors(), self.steps)
-
-    def _withdraw(self, pending: _Pending) -> None:
-        """Nobody heard this replica's message. What it said is owed again, and said once: a drift that the residual now
-        holds must not be measured a second time."""
-        if pending.sent is not None and pending.method.rule.withdraw(self.state, pending.sent):
-            self.signal.begin()
+    def _not_finite(self) -> str:
+        """Why the signal cannot be sent, if it has infinities or would overflow on the way. Found out before anything
+        is touched; a norm that fits fp32 tells in one fast pass that all is well."""
+        sources, less = self.signal.sources()
+        moved = sources if less is None else less
+        norms = torch.stack([torch.linalg.vector_norm(t).to(torch.float32) for t in moved])
+        if bool(torch.isfinite(norms).all()):
+            return ""
+        signal = sources if less is None else [a.float() - b.float() for a, b in zip(sources, less, strict=True)]
+        norm = _norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in signal]))
+        if norm <= torch.finfo(torch.float32).max:
+            return ""
+        return self.parameters.culprit(type(self.signal).__name__.lower(), signal, self.steps)
 
     def _loss_scale(self) -> float:
         return 1.0 if self.signal.inner_first else self._inner_step.scale

@@ -1,9 +1,10 @@
 """Rules turn a replica's signal into something to send (*propose*), and what was heard into an answer (*absorb*).
 
-A rule is frozen numbers; what it remembers is a `State` of flat vectors, all in the coefficient domain of the method's
-codec. The transform is linear and orthonormal, so anchor, momentum and residual may live there: sent coefficients are
-simply taken out of the residual, and the anchor only ever changes by elementwise operations in a fixed order. No matrix
-product and no fused multiply-add touches it, hence it stays bit-identical on every replica.
+A rule is frozen numbers; what it remembers is a `State` of vectors, all in the coefficient domain of the method's
+codec. Every rule works value by value, so a round hands it one slab after the other: its state, its signal. The
+transform is linear and orthonormal, so anchor, momentum and residual may live there: sent coefficients are simply taken
+out of the residual, and the anchor only ever changes by elementwise operations in a fixed order. No matrix product and
+no fused multiply-add touches it, hence it stays bit-identical on every replica.
 
 Symbols: Θ anchor, M momentum, E residual, G signal (drift or gradient), u what was heard (the mean of what was sent);
 η lr, μ momentum, β decay, λ carry, α release.
@@ -19,11 +20,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from overtone.codec import Sparse
+from overtone.codec import Part
 from overtone.errors import MethodError
 
 State = dict[str, Tensor]
-Encode = Callable[[Tensor], Sparse]  # sends what it is given; returns what the receivers will decode
+Encode = Callable[[Tensor], Part]  # sends what it is given; returns what the receivers will decode
 
 
 class Rule(ABC):
@@ -38,11 +39,11 @@ class Rule(ABC):
         """The state before the first round; ``weights`` are the coefficients of the initial weights."""
 
     @abstractmethod
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
         """Send something of the signal through ``encode``; what was sent, as the receivers decode it."""
 
     @abstractmethod
-    def withdraw(self, state: State, sent: Sparse) -> bool:
+    def withdraw(self, state: State, sent: Part) -> bool:
         """Nobody heard ``sent``, so it is still owed. True if the signal of that round stays in the state: it must not
         be read again."""
 
@@ -84,10 +85,10 @@ class Mean(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {}
 
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:  # noqa: ARG002
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:  # noqa: ARG002
         return encode(signal)
 
-    def withdraw(self, state: State, sent: Sparse) -> bool:  # noqa: ARG002
+    def withdraw(self, state: State, sent: Part) -> bool:  # noqa: ARG002
         return False
 
     def absorb(self, state: State, heard: Tensor) -> Tensor:  # noqa: ARG002
@@ -116,10 +117,10 @@ class DeMo(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {"momentum": torch.zeros_like(weights)}
 
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
         return _accumulate_and_send(state["momentum"], signal, encode, self.decay, self.release)
 
-    def withdraw(self, state: State, sent: Sparse) -> bool:
+    def withdraw(self, state: State, sent: Part) -> bool:
         sent.add_to(state["momentum"], self.release)
         return True
 
@@ -165,12 +166,12 @@ class Outer(Rule):
             state["residual"] = torch.zeros_like(weights)
         return state
 
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
         if "residual" not in state:
             return encode(signal)
         return _accumulate_and_send(state["residual"], signal, encode, self.decay, self.release)
 
-    def withdraw(self, state: State, sent: Sparse) -> bool:
+    def withdraw(self, state: State, sent: Part) -> bool:
         if "residual" not in state:
             return False
         sent.add_to(state["residual"], self.release)
@@ -212,11 +213,11 @@ class Published(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {"anchor": weights, "momentum": torch.zeros_like(weights), "drift": torch.zeros_like(weights)}
 
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Sparse:
+    def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
         state["drift"].copy_(signal)
         return _accumulate_and_send(state["momentum"], signal, encode, self.decay, 1.0)
 
-    def withdraw(self, state: State, sent: Sparse) -> bool:
+    def withdraw(self, state: State, sent: Part) -> bool:
         sent.add_to(state["momentum"])
         return True
 
@@ -226,9 +227,11 @@ class Published(Rule):
         return state["anchor"]
 
 
-def _accumulate_and_send(store: Tensor, signal: Tensor, encode: Encode, decay: float, release: float) -> Sparse:
+def _accumulate_and_send(store: Tensor, signal: Tensor, encode: Encode, decay: float, release: float) -> Part:
     """store ← decay · store + signal, then less ``release`` of what was really sent."""
-    store.mul_(decay).add_(signal)
+    if decay != 1.0:
+        store.mul_(decay)
+    store.add_(signal)
     sent = encode(store)
     sent.add_to(store, -release)
     return sent

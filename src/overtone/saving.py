@@ -19,7 +19,7 @@ COUNTS = ("steps", "rounds", "steps_at_round")
 
 def save(replica: Replica) -> dict[str, Any]:
     if replica.proposing:
-        raise StateError("state_dict: between propose and absorb nothing is settled; save after absorb")
+        raise StateError("state_dict: in the middle of a round nothing is settled; save after it")
     return {
         "about": dict(replica.about),
         "counts": {name: getattr(replica, name) for name in COUNTS},
@@ -73,7 +73,7 @@ def adopt(replica: Replica, shared: Mapping[str, Any]) -> None:
         replica.inner.load_state_dict(copy.deepcopy(shared["inner"]))
     replica.buffers.put(replica.buffers.shared)
     if "anchor" in replica.state:
-        replica.signal.write(replica.state["anchor"], replica.method.rule.settle)
+        replica.show(replica.state["anchor"])
     for name, count in shared["counts"].items():
         setattr(replica, name, count)
 

@@ -1,6 +1,6 @@
 """Where a method's signal is read, and where the answer goes: the gradient, the drift of the weights, or nothing.
 
-A signal is bound to one replica's parameters and to the layout of the method's codec.
+A signal is bound to one replica's parameters.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from overtone.layout import Layout
-
 Settle = Callable[[Tensor], Tensor]
 
 
@@ -21,22 +19,22 @@ class Signal(Protocol):
 
     inner_first: bool
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None: ...
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None: ...
 
     def begin(self) -> None:
         """The weights are now where the first round starts."""
         ...
 
-    def read(self, out: Tensor, *, scale: float = 1.0) -> Tensor:
-        """The signal's coefficients into ``out``; ``scale`` is the loss scale to take out of gradients."""
+    def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
+        """The signal is the first tensors, less the second if there are any."""
         ...
 
-    def tensors(self) -> list[Tensor]:
-        """The signal tensor by tensor, for finding a culprit by name."""
+    def targets(self) -> list[Tensor]:
+        """Where to write the rule's answer; to be followed by `wrote`."""
         ...
 
-    def write(self, coeffs: Tensor, settle: Settle, *, scale: float = 1.0) -> None:
-        """The rule's answer into the model."""
+    def wrote(self, targets: list[Tensor], settle: Settle, *, scale: float = 1.0) -> None:
+        """The answer is in the targets; ``scale`` is the loss scale that gradients carry."""
         ...
 
     def state(self) -> list[Tensor]:
@@ -53,9 +51,8 @@ class Drift:
 
     inner_first = True
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        self.layout = layout
         self.start: list[Tensor] = []
 
     @property
@@ -66,16 +63,14 @@ class Drift:
     def begin(self) -> None:
         self.start = [w.clone() for w in self.weights]
 
-    def read(self, out: Tensor, *, scale: float = 1.0) -> Tensor:  # noqa: ARG002
-        return self.layout.read(self.start, out, minus=self.weights)
+    def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
+        return self.start, self.weights
 
-    def tensors(self) -> list[Tensor]:
-        return [start.float() - weight.float() for start, weight in zip(self.start, self.weights, strict=True)]
+    def targets(self) -> list[Tensor]:
+        return self.weights
 
-    def write(self, coeffs: Tensor, settle: Settle, *, scale: float = 1.0) -> None:  # noqa: ARG002
-        weights = self.weights
-        self.layout.write(coeffs, weights)
-        for start, weight in zip(self.start, weights, strict=True):
+    def wrote(self, targets: list[Tensor], settle: Settle, *, scale: float = 1.0) -> None:  # noqa: ARG002
+        for start, weight in zip(self.start, targets, strict=True):
             settle(weight)
             start.copy_(weight)
 
@@ -88,24 +83,20 @@ class Gradient:
 
     inner_first = False
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        self.layout = layout
 
     def begin(self) -> None:
         pass
 
-    def read(self, out: Tensor, *, scale: float = 1.0) -> Tensor:
-        self.layout.read(self.tensors(), out)
-        return out if scale == 1.0 else out.div_(scale)
+    def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
+        return [_dense_gradient(p) for p in self.parameters], None
 
-    def tensors(self) -> list[Tensor]:
-        return [_dense_gradient(p) for p in self.parameters]
+    def targets(self) -> list[Tensor]:
+        return [_place_for(p) for p in self.parameters]
 
-    def write(self, coeffs: Tensor, settle: Settle, *, scale: float = 1.0) -> None:
-        answers = [_place_for(p) for p in self.parameters]
-        self.layout.write(coeffs, answers)
-        for p, answer in zip(self.parameters, answers, strict=True):
+    def wrote(self, targets: list[Tensor], settle: Settle, *, scale: float = 1.0) -> None:
+        for p, answer in zip(self.parameters, targets, strict=True):
             settle(answer)
             if scale != 1.0:
                 answer.mul_(scale)
@@ -123,19 +114,19 @@ class Silence:
 
     inner_first = True
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         pass
 
     def begin(self) -> None:
         pass
 
-    def read(self, out: Tensor, *, scale: float = 1.0) -> Tensor:  # noqa: ARG002
-        return out
+    def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
+        return [], None
 
-    def tensors(self) -> list[Tensor]:
+    def targets(self) -> list[Tensor]:
         return []
 
-    def write(self, coeffs: Tensor, settle: Settle, *, scale: float = 1.0) -> None:
+    def wrote(self, targets: list[Tensor], settle: Settle, *, scale: float = 1.0) -> None:
         pass
 
     def state(self) -> list[Tensor]:

@@ -60,11 +60,12 @@ class Seat:
             )
         return found
 
-    def gather(self, message: bytes) -> list[bytes]:  # noqa: ARG002
+    def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:  # noqa: ARG002
         messages = [laid.message for laid in self._laid(Gather)]
         # As a real gather does: sizes first, then buffers of one length.
         longest = max(map(len, messages))
-        self.ledger.gathered(SIZE_BYTES, len(messages))
+        if not equal:
+            self.ledger.gathered(SIZE_BYTES, len(messages))
         self.ledger.gathered(longest, len(messages))
         return [message.ljust(longest, b"\0") for message in messages]
 

@@ -97,8 +97,9 @@ class Transport(Protocol):
         """The ranks that take part in this round, in order."""
         ...
 
-    def gather(self, message: bytes) -> list[bytes]:
-        """Everybody's message, in rank order. Messages may come back with zeros behind them."""
+    def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:
+        """Everybody's message, in rank order. Messages may come back with zeros behind them. ``equal``: all are as long
+        as this one."""
         ...
 
     def sum(self, buffer: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ class Solo:
     def __init__(self) -> None:
         self.ledger = Ledger()
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:  # noqa: ARG002
         return [message]
 
     def sum(self, buffer: Tensor) -> Tensor:
@@ -155,14 +156,16 @@ class Torch:
                 "cut or the process group's time-out passed; no weight was touched. Restart all from a checkpoint"
             ) from error
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:
         with self._exchanging():
-            mine = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
-            sizes = [torch.empty_like(mine) for _ in range(self.size)]
-            dist.all_gather(sizes, mine, group=self.group)
-            self.ledger.gathered(SIZE_BYTES, self.size)
-            # gloo and NCCL gather equal sizes only: the longest message sets the length.
-            longest = max(int(size) for size in sizes)
+            longest = len(message)
+            if not equal:
+                mine = torch.tensor([longest], dtype=torch.int64, device=self.device)
+                sizes = [torch.empty_like(mine) for _ in range(self.size)]
+                dist.all_gather(sizes, mine, group=self.group)
+                self.ledger.gathered(SIZE_BYTES, self.size)
+                # gloo and NCCL gather equal sizes only: the longest message sets the length.
+                longest = max(int(size) for size in sizes)
             buffer = bytes_tensor(message.ljust(longest, b"\0"), torch.uint8).to(self.device)
             heard = [torch.empty_like(buffer) for _ in range(self.size)]
             dist.all_gather(heard, buffer, group=self.group)

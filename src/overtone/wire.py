@@ -1,33 +1,32 @@
-"""The message: one per replica and round, for all tensors together.
+"""The message: one per replica and round, for all tensors together. docs/wire.md specifies it byte by byte.
 
-    header   magic · version · kind · sender · round · steps · schema · anchor · counters · length · checksum
-    body     buffers that changed, then the codec's payload
+    header   magic · version · kind · sender · round · steps · length · run · schema · anchor · counters
+    body     buffers that changed, then the codec's payload; of a failure, the reason in words
+    seal     CRC-32 of header and body, or their HMAC if the run has a key
 
-The schema fingerprint covers names, shapes, method numbers and codec; the anchor fingerprint is that of the sender's
-anchor *before* this round, so replicas that drifted apart find out in the very next message. A message that is cut,
-flipped, from another round, run or peer is refused before anything is decoded.
-
-Codecs whose payload is summed on the way (all-reduce) have no message to put a header on: there each replica writes its
-header into a slot of its own at the end of the summed vector, as 16-bit numbers that fp32 adds exactly.
+The run is drawn anew whenever replicas meet; the schema fingerprint covers names, shapes, method numbers and codec; the
+anchor fingerprint is that of the sender's anchor *before* this round, so replicas that drifted apart find out in the
+very next message. A message that is cut, flipped, from another round, run or peer is refused before anything is
+decoded.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import os
 import struct
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import IntEnum
 
-import torch
-from torch import Tensor
-
-from overtone.bits import bytes_tensor
-from overtone.errors import WireError
+from overtone.errors import MethodError, WireError
 
 MAGIC = b"OVTN"
-VERSION = 1
-_HEADER = struct.Struct("<4sBBHII8s8s8sQI")
+VERSION = 2
+KEYED = 0x80  # bit of the kind's byte that says: sealed by HMAC
+_HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
 HEADER_BYTES = _HEADER.size
 
 
@@ -36,6 +35,9 @@ class Kind(IntEnum):
     DRAIN = 1  # a last message that empties the residuals
     FAILURE = 2  # the sender could not propose; the body says why
     ABSTAIN = 3  # the sender's gradient overflowed under a GradScaler: everybody skips this step
+    FINISH = 4  # the sender has nothing more to say; the anchor's fingerprint is the last one
+    DISPUTE = 5  # the sender could not read a message, or not the same as others; the body says which
+    GREETING = 6  # before the first round
 
 
 @dataclass(frozen=True)
@@ -44,24 +46,51 @@ class Header:
     sender: int
     round: int
     steps: int  # local steps so far
+    run: bytes  # 8 bytes
     schema: bytes  # 8 bytes
     anchor: bytes  # 8 bytes
     counters: bytes  # 8 bytes: fingerprint of the integer buffers
 
-    def pack(self, length: int, checksum: int) -> bytes:
-        return _HEADER.pack(
-            MAGIC,
-            VERSION,
-            self.kind,
-            self.sender,
-            self.round,
-            self.steps,
-            self.schema,
-            self.anchor,
-            self.counters,
-            length,
-            checksum,
-        )
+    def pack(self, length: int, seal: Seal) -> bytes:
+        kind = self.kind | (KEYED if seal.key else 0)
+        numbers = (MAGIC, VERSION, kind, self.sender, self.round, self.steps, length)
+        return _HEADER.pack(*numbers, self.run, self.schema, self.anchor, self.counters)
+
+
+@dataclass(frozen=True)
+class Seal:
+    """How messages are sealed: by a plain checksum against accidents, by a key against forgery as well."""
+
+    key: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def with_key(cls, key: str | bytes | None) -> Seal:
+        """The key given, or else the environment's ``OVERTONE_KEY``, or none."""
+        if key is None:
+            key = os.environ.get("OVERTONE_KEY", "")
+        if not isinstance(key, str | bytes):
+            raise MethodError(f"key: a {type(key).__name__}; give a str or bytes, the same on every replica")
+        return cls(key.encode() if isinstance(key, str) else key)
+
+    @property
+    def size(self) -> int:
+        return 16 if self.key else 4
+
+    def of(self, *parts: bytes) -> bytes:
+        if self.key:
+            mac = hmac.new(self.key, digestmod=hashlib.sha256)
+            for part in parts:
+                mac.update(part)
+            return mac.digest()[:16]
+        checksum = 0
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        return checksum.to_bytes(4, "little")
+
+    def digest(self, parts: Iterable[bytes]) -> bytes:
+        """Eight bytes by which replicas compare what they have heard."""
+        key = hashlib.sha256(self.key).digest() if self.key else b""
+        return hashlib.blake2b(b"".join(parts), digest_size=8, key=key).digest()
 
 
 @dataclass(frozen=True)
@@ -69,78 +98,68 @@ class Expected:
     """What a receiver knows before it opens a message."""
 
     round: int
+    run: bytes
     schema: bytes
 
 
-def seal(header: Header, body: bytes) -> bytes:
-    """Header and body as one message; the checksum covers both."""
-    start = header.pack(len(body), 0)
-    return header.pack(len(body), zlib.crc32(body, zlib.crc32(start))) + body
+@dataclass(frozen=True)
+class Letter:
+    """An opened message."""
+
+    header: Header
+    body: bytes
+    seal: bytes
 
 
-def unseal(message: bytes, expected: Expected, sender: int | None = None) -> tuple[Header, bytes]:
-    """Header and body, verified. Bytes after the body are padding that a transport may add; they must be zero."""
+def seal_message(header: Header, body: bytes, seal: Seal) -> bytes:
+    """Header, body and seal as one message."""
+    start = header.pack(len(body), seal)
+    return b"".join((start, body, seal.of(start, body)))
+
+
+def unseal_message(message: bytes, expected: Expected, sender: int, seal: Seal) -> Letter:
+    """The message taken apart, verified. Bytes after the seal are padding that a transport may add; they must be
+    zero."""
     if len(message) < HEADER_BYTES:
-        raise WireError(f"message: {len(message)} bytes, shorter than the header's {HEADER_BYTES}")
-    header, length, checksum = _parse(message[:HEADER_BYTES])
-    if length > len(message) - HEADER_BYTES:
-        raise WireError(f"length: {length} bytes announced, {len(message) - HEADER_BYTES} came; the message was cut")
-    body = message[HEADER_BYTES : HEADER_BYTES + length]
-    if any(message[HEADER_BYTES + length :]):
+        raise WireError(f"message: {len(message)} bytes, shorter than the header's {HEADER_BYTES}; it was cut")
+    header, length = _parse(message[:HEADER_BYTES], seal)
+    end = HEADER_BYTES + length
+    room = len(message) - HEADER_BYTES - seal.size
+    if length > room:
+        raise WireError(f"length: {length} bytes announced, {max(0, room)} came; the message was cut")
+    body, mark, rest = message[HEADER_BYTES:end], message[end : end + seal.size], message[end + seal.size :]
+    if rest.count(0) != len(rest):
         raise WireError(f"length: {length} bytes announced, more came")
-    if zlib.crc32(body, zlib.crc32(header.pack(length, 0))) != checksum:
-        raise WireError("checksum: does not match the message; it was damaged on the way")
+    if not hmac.compare_digest(seal.of(message[:HEADER_BYTES], body), mark):
+        why = "forged, of another key or damaged" if seal.key else "damaged on the way"
+        raise WireError(f"{'HMAC' if seal.key else 'checksum'}: does not match the message; it was {why}")
     _check(header, expected, sender)
-    return header, body
+    return Letter(header, body, mark)
 
 
-def _parse(raw: bytes) -> tuple[Header, int, int]:
-    magic, version, kind, sender, index, steps, schema, anchor, counters, length, checksum = _HEADER.unpack(raw)
+def _parse(raw: bytes, seal: Seal) -> tuple[Header, int]:
+    magic, version, kind, sender, index, steps, length, run, schema, anchor, counters = _HEADER.unpack(raw)
     if magic != MAGIC:
         raise WireError(f"magic: {magic!r} is not {MAGIC!r}; this is not an overtone message")
     if version != VERSION:
         raise WireError(
             f"version: {version}, this replica speaks {VERSION}; install one version of overtone everywhere"
         )
+    if bool(kind & KEYED) != bool(seal.key):
+        has, lacks = ("the sender", "this replica") if kind & KEYED else ("this replica", "the sender")
+        raise WireError(f"seal: {has} has a key, {lacks} has none; set OVERTONE_KEY to the same on every replica")
+    kind &= ~KEYED
     if kind not in list(Kind):
         raise WireError(f"kind: {kind} is unknown")
-    return Header(Kind(kind), sender, index, steps, schema, anchor, counters), length, checksum
+    return Header(Kind(kind), sender, index, steps, run, schema, anchor, counters), length
 
 
-def _check(header: Header, expected: Expected, sender: int | None) -> None:
-    if sender is not None and header.sender != sender:
+def _check(header: Header, expected: Expected, sender: int) -> None:
+    if header.sender != sender:
         raise WireError(f"sender: says {header.sender}, came from rank {sender}")
+    if header.run != expected.run:
+        raise WireError(f"run: {header.run.hex()} is not {expected.run.hex()}; a message of another run")
+    if header.schema != expected.schema:
+        raise WireError(f"schema: {header.schema.hex()} is not {expected.schema.hex()}; another model or method")
     if header.round != expected.round:
         raise WireError(f"round: {header.round}, this is round {expected.round}; a stale or replayed message")
-    if header.schema != expected.schema:
-        raise WireError(f"schema: {header.schema.hex()} is not {expected.schema.hex()}; another model, method or run")
-
-
-# -- summed payloads ---------------------------------------------------------------------------------------------
-
-SLOT = HEADER_BYTES // 2 + 1  # one number that says «present», then the header as 16-bit words
-
-
-def slots(header: Header, rank: int, size: int) -> Tensor:
-    """(size · SLOT,) float32: zeros except for this rank's slot."""
-    out = torch.zeros(size, SLOT)
-    words = bytes_tensor(header.pack(0, 0), torch.uint8).view(-1, 2).to(torch.float32)
-    out[rank, 0] = 1.0
-    out[rank, 1:] = words[:, 0] + 256.0 * words[:, 1]
-    return out.view(-1)
-
-
-def read_slots(summed: Tensor, expected: Expected) -> list[Header]:
-    """The headers of all replicas that took part, in rank order."""
-    return [
-        _read_slot(row, rank, expected) for rank, row in enumerate(summed.view(-1, SLOT).cpu()) if float(row[0]) != 0.0
-    ]
-
-
-def _read_slot(row: Tensor, rank: int, expected: Expected) -> Header:
-    if not bool(((row >= 0) & (row < 65536) & (row == row.floor())).all()):  # also refuses NaN
-        raise WireError(f"slot of rank {rank}: not 16-bit words; the sum was damaged on the way")
-    words: Sequence[int] = row[1:].to(torch.int64).tolist()
-    header, _, _ = _parse(b"".join(word.to_bytes(2, "little") for word in words))
-    _check(header, expected, rank)
-    return header

@@ -1,0 +1,288 @@
+"""How the messages of one round meet: gathered one by one, or summed on the way.
+
+A pattern is a talk (see exchange.py) that ends in `Heard`: what counts in this round, the same on every replica. Nobody
+moves before everybody has read the same: a message that one rank cannot read is refused by all, naming its sender.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overtone.bits import Reader
+from overtone.buffers import Buffers
+from overtone.codec import Block, Codec, mean
+from overtone.errors import MethodError, PeerError, WireError
+from overtone.exchange import Gather, Sum, Talk
+from overtone.kernels import Kernels
+from overtone.layout import Layout, Slab
+from overtone.transport import Transport
+from overtone.wire import Expected, Header, Kind, Letter, Seal, seal_message, unseal_message
+
+WITH_PAYLOAD = (Kind.ROUND, Kind.DRAIN)
+POLICIES = ("raise", "leave out")  # for a rank whose message is refused
+
+
+@dataclass(frozen=True)
+class Say:
+    """A replica's contribution to one exchange: blocks and buffers, or a reason why there are none."""
+
+    header: Header
+    codec: Codec
+    blocks: Sequence[Block] = ()
+    why: str = ""
+
+
+class Heard(ABC):
+    """What counts in this round. ``headers`` are those of the messages that do, in rank order."""
+
+    def __init__(self, headers: list[Header]) -> None:
+        self.headers = headers
+        self.left_out: dict[int, str] = {}
+        self.seconds = 0.0  # spent on opening and checking
+
+    @abstractmethod
+    def reason(self, rank: int) -> str:
+        """What a rank said instead of a payload."""
+
+    @abstractmethod
+    def buffers(self) -> list[Tensor]:
+        """The mean of the floating buffers. To be asked before `mean`."""
+
+    @abstractmethod
+    def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
+        """The mean of all payloads for one slab; slabs come in the layout's order."""
+
+
+class Pattern(Protocol):
+    def converse(self, say: Say, expected: Expected, peers: Sequence[int]) -> Talk[Heard]: ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both patterns need to know of their replica."""
+
+    layout: Layout
+    kernels: Kernels
+    buffers: Buffers
+    seal: Seal
+    rank: int
+    device: torch.device
+    refused: str = "raise"
+
+    def __post_init__(self) -> None:
+        if self.refused not in POLICIES:
+            raise MethodError(f"refused={self.refused!r}: choose one of {', '.join(map(repr, POLICIES))}")
+
+
+# -- gathered ------------------------------------------------------------------------------------------------------
+
+
+class HeardAll(Heard):
+    """Everybody's message by itself."""
+
+    def __init__(self, letters: Mapping[int, Letter], setting: Setting, codec: Codec) -> None:
+        super().__init__([letter.header for letter in letters.values()])
+        self._letters = letters
+        self._setting = setting
+        self._codec = codec
+        self._readers = [Reader(letter.body) for letter in letters.values()]
+
+    def reason(self, rank: int) -> str:
+        return self._letters[rank].body.decode(errors="replace")
+
+    def buffers(self) -> list[Tensor]:
+        buffers = self._setting.buffers
+        return buffers.average([buffers.unpack(reader) for reader in self._readers])
+
+    def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
+        parts = (self._codec.decode(reader, slab, self._setting.kernels) for reader in self._readers)
+        return mean(parts, out, over_senders=over_senders)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Everyone hears everyone: each message is complete, checked and decoded by every replica in the same order."""
+
+    setting: Setting
+
+    def converse(self, say: Say, expected: Expected, peers: Sequence[int]) -> Talk[Heard]:
+        seal = self.setting.seal
+        heard = yield Gather(seal_message(say.header, self._body(say), seal))
+        begin = time.perf_counter()
+        letters: dict[int, Letter] = {}
+        refused: dict[int, str] = {}
+        for rank, message in zip(peers, heard, strict=True):
+            try:
+                letters[rank] = self.open(message, expected, rank, say.codec)
+            except WireError as error:
+                refused[rank] = str(error)
+        seconds = time.perf_counter() - begin
+        left_out = yield from self._settle(say.header, expected, letters, refused, peers)
+        opened = HeardAll({r: letter for r, letter in letters.items() if r not in left_out}, self.setting, say.codec)
+        opened.left_out = left_out
+        opened.seconds = seconds
+        return opened
+
+    def _body(self, say: Say) -> bytes:
+        if say.header.kind not in WITH_PAYLOAD:
+            return say.why.encode()
+        return b"".join([self.setting.buffers.pack(), *(block for block in say.blocks if isinstance(block, bytes))])
+
+    def open(self, message: bytes, expected: Expected, rank: int, codec: Codec) -> Letter:
+        """A message that will decode: everything in it is read once, and forgotten, before anything is believed."""
+        letter = unseal_message(message, expected, rank, self.setting.seal)
+        if letter.header.kind in WITH_PAYLOAD:
+            reader = Reader(letter.body)
+            self.setting.buffers.unpack(reader)
+            for slab in self.setting.layout.slabs:
+                codec.decode(reader, slab, self.setting.kernels)
+            reader.end()
+        return letter
+
+    def _settle(
+        self,
+        mine: Header,
+        expected: Expected,
+        letters: Mapping[int, Letter],
+        refused: Mapping[int, str],
+        peers: Sequence[int],
+    ) -> Talk[dict[int, str]]:
+        """Who is left out of this round, and why: nobody if all have read the same; else the same ranks everywhere."""
+        marks = {rank: letters[rank].seal.hex() if rank in letters else "" for rank in peers}
+        digest = self.setting.seal.digest([mine.run, mine.round.to_bytes(4, "little"), json.dumps(marks).encode()])
+        verdicts = yield Gather(digest, equal=True)
+        if not refused and all(verdict == digest for verdict in verdicts):
+            return {}
+        # Trouble: everybody tells what it read of whom, and all come to the same conclusion.
+        body = json.dumps({"marks": marks, "refused": refused}).encode()
+        heard = yield Gather(seal_message(replace(mine, kind=Kind.DISPUTE), body, self.setting.seal))
+        disputes = {}
+        for rank, message in zip(peers, heard, strict=True):
+            with refusing(f"dispute of rank {rank}", expected.round):
+                disputes[rank] = _read_dispute(unseal_message(message, expected, rank, self.setting.seal))
+        left_out = {rank: why for rank in peers if (why := _complaint(rank, disputes))}
+        whole = "; ".join(f"the message of rank {rank} was refused {why}" for rank, why in left_out.items())
+        if self.setting.refused == "raise" or len(left_out) == len(peers):
+            raise PeerError(f"round {expected.round}: {whole}")
+        return left_out
+
+
+@dataclass(frozen=True)
+class Dispute:
+    marks: dict[int, str] = field(default_factory=dict)  # by sender: the seal of its message as this rank read it
+    refused: dict[int, str] = field(default_factory=dict)
+
+
+def _read_dispute(letter: Letter) -> Dispute:
+    try:
+        body = json.loads(letter.body)
+        marks, refused = ({int(rank): str(text) for rank, text in body[key].items()} for key in ("marks", "refused"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise WireError(f"dispute: {error!r}; the message is corrupt") from error
+    return Dispute(marks, refused)
+
+
+def _complaint(rank: int, disputes: Mapping[int, Dispute]) -> str:
+    """Why a rank's message does not count; empty if it does."""
+    for judge, dispute in disputes.items():
+        if rank in dispute.refused:
+            return f"by rank {judge}: {dispute.refused[rank]}"
+    if len({dispute.marks.get(rank) for dispute in disputes.values()}) > 1:
+        return "because not every rank heard the same"
+    return ""
+
+
+# -- summed --------------------------------------------------------------------------------------------------------
+
+
+class HeardSum(Heard):
+    """The sum of all payloads, divided; or, if somebody had nothing to add, no sum but ``reasons``."""
+
+    def __init__(
+        self,
+        headers: list[Header],
+        setting: Setting,
+        mean: Tensor | None = None,
+        reasons: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(headers)
+        self._setting = setting
+        self._mean = torch.empty(0) if mean is None else mean
+        self._reasons = reasons or {}
+
+    def reason(self, rank: int) -> str:
+        return self._reasons[rank]
+
+    def buffers(self) -> list[Tensor]:
+        return self._setting.buffers.changed_by(self._mean[self._setting.layout.size :])
+
+    def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:  # noqa: ARG002
+        return slab.of(self._mean)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Headers are gathered, then the network adds the payloads up: [ values | floating buffers | refusals by rank ]."""
+
+    setting: Setting
+    size: int
+
+    def converse(self, say: Say, expected: Expected, peers: Sequence[int]) -> Talk[Heard]:
+        seal = self.setting.seal
+        heard = yield Gather(seal_message(say.header, b"", seal), equal=True)
+        headers: list[Header] = []
+        refusals = torch.zeros(self.size)
+        complaints = []
+        for rank, message in zip(peers, heard, strict=True):
+            try:
+                headers.append(unseal_message(message, expected, rank, seal).header)
+            except WireError as error:
+                refusals[rank] = 1.0
+                complaints.append(f"the header of rank {rank} was refused: {error}")
+        if any(header.kind is Kind.FAILURE for header in headers):
+            return (yield from self._reasons(say, expected, peers, headers))
+        if any(header.kind not in WITH_PAYLOAD for header in headers):
+            return HeardSum(headers, self.setting)
+        total = yield Sum(torch.cat([*self._numbers(say), refusals.to(self.setting.device)]))
+        numbers, refusals = total[: -self.size], total[-self.size :].cpu()
+        if bool(refusals.any()):
+            others = [
+                f"the header of rank {r} was refused by another rank" for r in refusals.nonzero().view(-1).tolist()
+            ]
+            raise PeerError(f"round {expected.round}: {'; '.join(complaints or others)}")
+        # Divided by a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
+        return HeardSum(headers, self.setting, numbers / torch.tensor(float(len(headers)), device=total.device))
+
+    def _numbers(self, say: Say) -> list[Tensor]:
+        blocks = [block.view(-1) for block in say.blocks if isinstance(block, Tensor)]
+        return [*blocks, self.setting.buffers.changes().to(self.setting.device)]
+
+    def _reasons(self, say: Say, expected: Expected, peers: Sequence[int], headers: list[Header]) -> Talk[Heard]:
+        """Whoever failed says why, in words."""
+        heard = yield Gather(seal_message(say.header, say.why.encode(), self.setting.seal))
+        why = {}
+        for rank, message in zip(peers, heard, strict=True):
+            with refusing(f"message of rank {rank}", expected.round):
+                why[rank] = unseal_message(message, expected, rank, self.setting.seal).body.decode(errors="replace")
+        return HeardSum(headers, self.setting, reasons=why)
+
+
+@contextmanager
+def refusing(what: str, index: int) -> Iterator[None]:
+    try:
+        yield
+    except WireError as error:
+        raise PeerError(f"round {index}: the {what} was refused: {error}") from error
+
+
+def pattern_for(codec: Codec, setting: Setting, transport: Transport) -> Pattern:
+    return Summed(setting, transport.size) if codec.reduces else Gathered(setting)

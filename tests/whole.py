@@ -1,0 +1,29 @@
+"""A whole vector through a codec at once, as tests like it; the product works slab by slab."""
+
+import torch
+from torch import Tensor
+
+from overtone import kernels
+from overtone.bits import Reader
+from overtone.codec import Codec
+from overtone.kernels import Kernels
+from overtone.layout import Layout
+
+
+def encode_all(codec: Codec, flat: Tensor, layout: Layout, loops: Kernels = kernels) -> tuple[bytes, Tensor]:
+    """The payload, and what its sender says that receivers will decode."""
+    blocks, sent = [], torch.zeros_like(flat)
+    for slab in layout.slabs:
+        block, part = codec.encode(slab.of(flat), slab, loops)
+        part.add_to(slab.of(sent))
+        blocks.append(block if isinstance(block, bytes) else b"")
+    return b"".join(blocks), sent
+
+
+def decode_all(codec: Codec, payload: bytes, layout: Layout, loops: Kernels = kernels) -> Tensor:
+    """What a receiver decodes."""
+    reader, flat = Reader(payload), layout.empty(torch.device("cpu"))
+    for slab in layout.slabs:
+        codec.decode(reader, slab, loops).add_to(slab.of(flat))
+    reader.end()
+    return flat
