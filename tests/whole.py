@@ -22,8 +22,10 @@ def encode_all(codec: Codec, flat: Tensor, layout: Layout, loops: Kernels = kern
 
 def decode_all(codec: Codec, payload: bytes, layout: Layout, loops: Kernels = kernels) -> Tensor:
     """What a receiver decodes."""
-    reader, flat = Reader(payload), layout.empty(torch.device("cpu"))
+    reader, ahead, flat = Reader(payload), Reader(payload), layout.empty(torch.device("cpu"))
     for slab in layout.slabs:
+        codec.check(ahead, slab, loops)  # refuses whatever decode would, and goes as far
         codec.decode(reader, slab, loops).add_to(slab.of(flat))
+        assert ahead.at == reader.at
     reader.end()
     return flat

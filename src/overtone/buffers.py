@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from overtone import fingerprint
 from overtone.bits import Reader, field_bytes, pack_flags, tensor_bytes, unpack_flags
-from overtone.errors import ModelError
+from overtone.errors import ModelError, WireError
 from overtone.parameters import plain_name
 
 POLICIES = ("shared", "private")
@@ -95,7 +95,9 @@ class Buffers:
         flags = reader.tensor(field_bytes(len(self.floats), 1), torch.uint8, "flags of changed buffers")
         changed = unpack_flags(flags, len(self.floats)).tolist()
         return [
-            reader.tensor(s.numel(), torch.float32, f"buffer {name}").view(s.shape).to(s.device) if moved else None
+            _sound(reader.tensor(s.numel(), torch.float32, f"buffer {name}").view(s.shape).to(s.device), s, name)
+            if moved
+            else None
             for name, s, moved in zip(self.floats, self.shared, changed, strict=True)
         ]
 
@@ -125,3 +127,10 @@ class Buffers:
         parts = vector.split([s.numel() for s in self.shared]) if self.shared else ()
         moves = [part.view(s.shape).to(s.device) for part, s in zip(parts, self.shared, strict=True)]
         return [s + move if bool(move.any()) else s for s, move in zip(self.shared, moves, strict=True)]
+
+
+def _sound(value: Tensor, shared: Tensor, name: str) -> Tensor:
+    """Refuse what a sender would not have sent: values that are not finite, unless they always were."""
+    if bool((~torch.isfinite(value) & (value != shared)).any()):
+        raise WireError(f"buffer {name}: not finite; the message is corrupt")
+    return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -69,11 +69,12 @@ class Part:
         return replace(self, values=torch.ones_like(self.values))
 
 
+Values = Callable[[], Tensor]
 Block = bytes | Tensor  # of one slab: bytes to gather, or numbers to sum
 
 
 class Codec(Protocol):
-    """Frozen numbers and three verbs. A payload is the blocks of all slabs in the layout's order."""
+    """Frozen numbers and four verbs. A payload is the blocks of all slabs in the layout's order."""
 
     @property
     def lossless(self) -> bool: ...
@@ -91,6 +92,10 @@ class Codec(Protocol):
 
     def decode(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> Part:
         """The part whose block comes next. Raises `WireError`; whatever the bytes, time and memory are bounded."""
+        ...
+
+    def check(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> None:
+        """Go past the next block; raises exactly if `decode` would."""
         ...
 
 
@@ -111,6 +116,9 @@ class Dense:
     def decode(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> Part:  # noqa: ARG002
         values = reader.tensor(slab.size, torch.float32, "values").view(slab.chunks, slab.area)
         return Part(None, _finite(values, "values"))
+
+    def check(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> None:
+        self.decode(reader, slab, kernels)
 
 
 @dataclass(frozen=True)
@@ -169,22 +177,34 @@ class TopK:
         return max(self.bits, 16) if slab.plain else self.bits
 
     def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = kernels) -> tuple[Block, Part]:
-        _refuse_not_finite(coeffs, slab)
         k = self.kept(slab)
         if k == slab.area:
-            data, values = encode_values(coeffs, self.width(slab), kernels)
-            return data, Part(None, values, kernels)
-        index = kernels.select(coeffs, k)
-        data, values = encode_values(coeffs.gather(1, index), self.width(slab), kernels)
-        return kernels.pack_positions(index, slab.area) + data, Part(index, values, kernels)
+            index, chosen = None, coeffs
+        else:
+            index = kernels.select(coeffs, k)
+            chosen = coeffs.gather(1, index)
+        # NaN and infinity are the strongest of all, so they are among the chosen.
+        if not bool(torch.isfinite(chosen.sum())):
+            _name_not_finite(coeffs, slab)
+        data, values = encode_values(chosen, self.width(slab), kernels)
+        if index is not None:
+            data = kernels.pack_positions(index, slab.area) + data
+        return data, Part(index, values, kernels)
 
     def decode(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> Part:
+        index, values = self._open(reader, slab, kernels)
+        return Part(index, values(), kernels)
+
+    def check(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> None:
+        self._open(reader, slab, kernels)
+
+    def _open(self, reader: Reader, slab: Slab, kernels: Kernels) -> tuple[Tensor | None, Values]:
         k = self.kept(slab)
         shape, where = (slab.chunks, k), f"chunks of {slab.h}x{slab.w}"
         index = None
         if k < slab.area:
             index = kernels.unpack_positions(reader, shape, slab.area, f"positions, {where}")
-        return Part(index, decode_values(reader, shape, self.width(slab), where, kernels), kernels)
+        return index, open_values(reader, shape, self.width(slab), where, kernels)
 
 
 def encode_values(values: Tensor, bits: int, kernels: Kernels = kernels) -> tuple[bytes, Tensor]:
@@ -210,26 +230,35 @@ def encode_values(values: Tensor, bits: int, kernels: Kernels = kernels) -> tupl
     return data, decoded
 
 
-def decode_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, kernels: Kernels = kernels) -> Tensor:
-    """(c, k) values from their bytes: the inverse of `encode_values`."""
+def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, kernels: Kernels = kernels) -> Values:
+    """(c, k) values from their bytes: the inverse of `encode_values`. Everything is verified now; the values are worked
+    out when they are asked for."""
     c, k = shape
     what = f"values, {where}"
     if bits >= 16:
         dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
-        return _finite(reader.tensor(c * k, dtype, what).to(torch.float32).view(shape), what)
-    step = _finite(reader.tensor(c, torch.bfloat16, f"scales, {where}"), f"scales, {where}")
-    if bool((step < 0).any()):
-        raise WireError(f"scales, {where}: a negative scale; the message is corrupt")
-    if bool((step.float() * ((1 << (bits - 1)) - 0.5) > torch.finfo(torch.float32).max).any()):
-        raise WireError(f"scales, {where}: a scale too large for fp32; the message is corrupt")
-    values = kernels.unpack_grid(reader.take(field_bytes(c * k, bits), what), step, k, bits)
+        given = _finite(reader.tensor(c * k, dtype, what), what)
+        return lambda: given.to(torch.float32).view(shape)
+    step = reader.tensor(c, torch.bfloat16, f"scales, {where}").float()
+    most = torch.finfo(torch.float32).max / max(1.0, (1 << (bits - 1)) - 0.5)
+    low, high = torch.aminmax(step)
+    if not (float(low) >= 0.0 and float(high) <= most):  # NaN is neither
+        raise WireError(f"scales, {where}: not all from 0 to {most:.3g}; the message is corrupt")
+    codes = reader.take(field_bytes(c * k, bits), what)
     what = f"exceptions, {where}"
     count = reader.number(4, what)
     if count > c * k:
         raise WireError(f"{what}: {count} of {c * k} values; the message is corrupt")
-    if count:
-        far = kernels.unpack_positions(reader, (1, count), c * k, what).view(-1)
-        values.view(-1)[far] = _finite(reader.tensor(count, torch.bfloat16, what), what).float()
+    if not count:
+        return lambda: kernels.unpack_grid(codes, step, k, bits)
+    far = kernels.unpack_positions(reader, (1, count), c * k, what).view(-1)
+    exact = _finite(reader.tensor(count, torch.bfloat16, what), what).float()
+
+    def values() -> Tensor:
+        decoded = kernels.unpack_grid(codes, step, k, bits)
+        decoded.view(-1)[far] = exact
+        return decoded
+
     return values
 
 
@@ -245,13 +274,11 @@ def _finite(values: Tensor, what: str) -> Tensor:
     return values
 
 
-def _refuse_not_finite(coeffs: Tensor, slab: Slab) -> None:
-    """A sum tells in one pass; only if it is not finite is the culprit worth looking for."""
-    if not bool(torch.isfinite(coeffs.sum())):
-        bad = (~torch.isfinite(coeffs)).nonzero()
-        if len(bad):  # finite numbers may have an infinite sum
-            chunk, position = bad[0].tolist()
-            raise NotFiniteError(slab.tensor_of(chunk, position))
+def _name_not_finite(coeffs: Tensor, slab: Slab) -> None:
+    bad = (~torch.isfinite(coeffs)).nonzero()
+    if len(bad):  # finite numbers may have an infinite sum
+        chunk, position = bad[0].tolist()
+        raise NotFiniteError(slab.tensor_of(chunk, position))
 
 
 def mean(parts: Iterable[Part], out: Tensor, *, over_senders: bool) -> Tensor:

@@ -6,19 +6,20 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import singledispatch
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from overtone import compare
+from overtone import compare, plan
 from overtone import train as training
-from overtone.config import ConfigError, Simulation
+from overtone.config import ConfigError, MethodChoice, Simulation
+from overtone.tasks.language import ByteTransformer, ModelSize
 
 err = Console(stderr=True)
 out = Console(highlight=False, soft_wrap=True)
@@ -40,7 +41,55 @@ class Demo:
             raise ConfigError(f"workers={self.workers}: at least 1")
 
 
-Command = Annotated[Simulation, tyro.conf.subcommand("simulate")] | Annotated[Demo, tyro.conf.subcommand("demo")]
+@dataclass(frozen=True)
+class Bench:
+    """Measure on this machine what the documentation claims, as ratios within one run."""
+
+    what: tyro.conf.Positional[Literal["codec"]]
+    """codec: a round's encoding and decoding, against the published path and against memory."""
+    width: int = 768
+    """Width of the GPT whose tensors are used; with its layers and words, GPT-2 small by default."""
+    layers: int = 12
+    words: int = 50257
+    keep: int = 32
+    """Coefficients sent of each 64 x 64 chunk."""
+    bits: int = 2
+    """Bits per coefficient sent: 1, 2, 4, 8, 16 or 32."""
+    replicas: int = 4
+    """Payloads to average."""
+    times: int = 3
+    """Rounds to take the best of."""
+    threads: int = 1
+    """Threads that torch may use."""
+    json: Path | None = None
+    """Write everything measured here, as one JSON object."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "words", "replicas", "times", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: at least 1")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Print how each tensor of a model travels, and what a round costs in bytes."""
+
+    choice: MethodChoice = field(default_factory=MethodChoice)
+    model: ModelSize = field(default_factory=ModelSize)
+    replicas: int = 4
+    """Replicas that exchange (papers: K)."""
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas={self.replicas}: at least 1")
+
+
+Command = (
+    Annotated[Simulation, tyro.conf.subcommand("simulate")]
+    | Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+)
 
 
 @singledispatch
@@ -87,6 +136,28 @@ def _(command: Demo) -> None:
     out.print(compare.headline(results[0]))
     out.print(compare.table(results))
     out.print(compare.DEMO_LEGEND)
+
+
+@run.register
+def _(command: Bench) -> None:
+    try:
+        from overtone.bench import codec
+    except ImportError as error:
+        raise ConfigError(f"bench codec: needs {error.name}; pip install 'overtone[bench]'") from error
+    if command.json is not None:
+        _check_writable(command.json)
+    torch.set_num_threads(command.threads)
+    settings = codec.CodecBench(**{f.name: getattr(command, f.name) for f in fields(codec.CodecBench)})
+    report = codec.run(settings, lambda what: err.print(f"measuring: {what}", highlight=False))
+    if command.json is not None:
+        write_json(command.json, report)
+    print(codec.markdown(report))
+
+
+@run.register
+def _(command: Plan) -> None:
+    shapes = {name: tuple(p.shape) for name, p in ByteTransformer(command.model).named_parameters()}
+    out.print(plan.describe(command.choice.build(), shapes, command.replicas))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -49,9 +49,12 @@ class Kernels(Protocol):
 
 
 def select(coeffs: Tensor, k: int) -> Tensor:
-    """(c, a) to (c, k): positions of the k < a largest magnitudes, ascending; the lower position wins a tie."""
+    """(c, a) to (c, k): positions of the k < a largest magnitudes, ascending; the lower position wins a tie.
+
+    Magnitudes are compared by their bits, which sort as whole numbers; infinity and NaN come out strongest.
+    """
     c, _ = coeffs.shape
-    strength = coeffs.abs()
+    strength = coeffs.view(torch.int32) & 0x7FFFFFFF
     weakest = strength.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
     chosen = strength >= weakest
     if int(chosen.sum()) != c * k:  # ties at the threshold: keep just enough of them, from the front

@@ -131,22 +131,41 @@ def _select(rows: Any, k: int, index: Any) -> None:
                 guess = threshold - stride
             stride <<= 1
             threshold = guess if low < guess < high and (low == 0 or high > top) else (low + high) >> 1
-        exact = high - low > 1
-        ties = 0 if exact else k - n_high  # values at `low` that still find room, from the front
-        at_least = np.int32(threshold if exact else low)
-        found = 0
-        if exact:  # without a branch: which values are strong cannot be predicted
-            for i in range(a):
-                places[found] = i
-                found += strength[i] >= at_least
-        else:
-            for i in range(a):
-                if strength[i] > at_least or (strength[i] == at_least and ties > 0):
-                    places[found] = i
-                    found += 1
-                    ties -= strength[i] == at_least
+        if high - low > 1:
+            _strongest(strength, np.int32(threshold), places)
+        else:  # ties: all above, and of those at `low` the first that still find room
+            _strongest_with_ties(strength, np.int32(low), k - n_high, places)
         for i in range(k):
             index[r, i] = places[i]
+
+
+@compiled
+def _strongest(strength: Any, threshold: Any, places: Any) -> None:
+    """Positions of the values that reach the threshold. Most blocks of 16 hold none, which vectors tell at once; within
+    a block there is no branch, for nothing predicts which value is strong."""
+    found = 0
+    whole = strength.size // 16 * 16
+    for block in range(0, whole, 16):
+        most = strength[block]
+        for i in range(block + 1, block + 16):
+            most = max(most, strength[i])
+        if most >= threshold:
+            for i in range(block, block + 16):
+                places[found] = i
+                found += strength[i] >= threshold
+    for i in range(whole, strength.size):
+        places[found] = i
+        found += strength[i] >= threshold
+
+
+@compiled
+def _strongest_with_ties(strength: Any, threshold: Any, ties: int, places: Any) -> None:
+    found = 0
+    for i in range(strength.size):
+        if strength[i] > threshold or (strength[i] == threshold and ties > 0):
+            places[found] = i
+            found += 1
+            ties -= strength[i] == threshold
 
 
 @compiled

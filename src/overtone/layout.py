@@ -15,6 +15,7 @@ Legend: h, w chunk shape; down, across how many chunks a patch has in each direc
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from overtone import dct
 
-SLAB = 1 << 19  # values worked on at once: bounds the temporary memory, and stays in the cache
+SMALL = 1 << 16  # values of a patch below which it is moved together with others like it
+SLAB = 1 << 20  # values worked on at once: bounds the temporary memory, and stays in the cache
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Slab:
     chunks: int
     offset: int
     plain: bool
-    patches: tuple[Patch, ...]
+    bundles: tuple[tuple[Patch, ...], ...]  # patches that are moved together, see `_bundles`
 
     @property
     def area(self) -> int:
@@ -69,7 +71,8 @@ class Slab:
     def tensor_of(self, chunk: int, position: int) -> int:
         """Which tensor a value comes from."""
         place = position if self.plain else chunk
-        return next(p.tensor for p in reversed(self.patches) if p.first <= place)
+        patches = [patch for bundle in self.bundles for patch in bundle]
+        return next(patch.tensor for patch in reversed(patches) if patch.first <= place)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -126,15 +129,16 @@ class Layout:
         """Coefficients of ``plus`` (less ``minus``) into ``out`` (chunks, area); the subtraction happens in fp32."""
         turns = self.basis is not None and not slab.plain
         values = self.room(slab, 0, out.device) if turns else out
-        for patch in slab.patches:
-            place, here = _place(values, slab, patch), _region(plus[patch.tensor], slab, patch)
-            there = None if minus is None else _region(minus[patch.tensor], slab, patch)
-            if there is None:
+        for bundle in slab.bundles:
+            place, here = _place(values, slab, bundle), _join(_regions(plus, slab, bundle), out.device)
+            if minus is None:
                 place.copy_(here)
-            elif here.dtype == there.dtype == torch.float32 and here.device == there.device == place.device:
+                continue
+            there = _join(_regions(minus, slab, bundle), out.device)
+            if here.dtype == there.dtype == torch.float32:
                 torch.sub(here, there, out=place)
             else:
-                place.copy_(here).sub_(there.to(place.device))
+                place.copy_(here).sub_(there)
         if turns:
             self._turn(dct.forward, values, slab, out)
         return out
@@ -145,8 +149,13 @@ class Layout:
         if self.basis is not None and not slab.plain:
             values = self.room(slab, 0, coeffs.device)
             self._turn(dct.inverse, coeffs, slab, values)
-        for patch in slab.patches:
-            _region(matrices[patch.tensor], slab, patch).copy_(_place(values, slab, patch))
+        for bundle in slab.bundles:
+            regions, place = _regions(matrices, slab, bundle), _place(values, slab, bundle)
+            if len(regions) == 1:
+                regions[0].copy_(place)
+            else:
+                parts = place.split([region.numel() for region in regions]) if slab.plain else place.unbind(0)
+                torch._foreach_copy_(regions, list(parts))
 
     def _turn(self, transform: dct.Transform, values: Tensor, slab: Slab, out: Tensor) -> None:
         assert self.basis is not None
@@ -190,11 +199,11 @@ def _slabs(shapes: Sequence[tuple[int, ...]], chunk: int, plain_below: int) -> I
     for h, w in sorted(patches, reverse=True):
         for run in _runs(patches[h, w], h, w, max(1, SLAB // (h * w))):
             chunks = run[-1].first + run[-1].down * run[-1].across
-            slab = Slab(h, w, chunks, offset, False, tuple(run))
+            slab = Slab(h, w, chunks, offset, False, tuple(_bundles(run, h * w)))
             offset += slab.size
             yield slab
     for run in _runs(plain, 1, 1, SLAB):
-        slab = Slab(1, run[-1].first + run[-1].across, 1, offset, True, tuple(run))
+        slab = Slab(1, run[-1].first + run[-1].across, 1, offset, True, (tuple(run),))
         offset += slab.size
         yield slab
 
@@ -241,17 +250,41 @@ def _pieces(patch: Patch, h: int, w: int, most: int, room: int) -> Iterator[Patc
         room = room - size or most
 
 
-def _region(matrix: Tensor, slab: Slab, patch: Patch) -> Tensor:
-    """The patch's part of a matrix, as (down, across, h, w); of a plain tensor, as (length,)."""
-    if slab.plain:
-        return matrix.view(-1)[patch.col : patch.col + patch.across]
-    part = matrix[patch.row : patch.row + patch.down * slab.h, patch.col : patch.col + patch.across * slab.w]
-    return part.view(patch.down, slab.h, patch.across, slab.w).transpose(1, 2)
+def _bundles(patches: Sequence[Patch], area: int) -> Iterator[tuple[Patch, ...]]:
+    """Small patches of equal form that follow each other, together: one operation for many small tensors."""
+    for (down, across), run in itertools.groupby(patches, lambda patch: (patch.down, patch.across)):
+        if down * across * area >= SMALL:
+            yield from ((patch,) for patch in run)
+        else:
+            yield tuple(run)
 
 
-def _place(chunks: Tensor, slab: Slab, patch: Patch) -> Tensor:
-    """The patch's part of the slab's chunks, shaped as its `_region`."""
+def _regions(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch]) -> list[Tensor]:
+    """Each patch's part of its matrix, as (down, across, h, w); of a plain tensor, as (length,)."""
     if slab.plain:
-        return chunks[0, patch.first : patch.first + patch.across]
-    last = patch.first + patch.down * patch.across
-    return chunks[patch.first : last].view(patch.down, patch.across, slab.h, slab.w)
+        return [matrices[p.tensor].view(-1)[p.col : p.col + p.across] for p in bundle]
+    h, w = slab.h, slab.w
+    return [
+        matrices[p.tensor][p.row : p.row + p.down * h, p.col : p.col + p.across * w]
+        .view(p.down, h, p.across, w)
+        .transpose(1, 2)
+        for p in bundle
+    ]
+
+
+def _join(regions: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The regions of a bundle as one tensor, shaped as its `_place`."""
+    if len(regions) == 1:
+        return regions[0].to(device)
+    here = [region.to(device) for region in regions]
+    return torch.cat(here) if here[0].ndim == 1 else torch.stack(here)
+
+
+def _place(chunks: Tensor, slab: Slab, bundle: Sequence[Patch]) -> Tensor:
+    """The bundle's part of the slab's chunks: (length,) if plain, else (down, across, h, w) of each patch."""
+    first, last = bundle[0], bundle[-1]
+    end = last.first + last.down * last.across
+    if slab.plain:
+        return chunks[0, first.first : end]
+    shape = (first.down, first.across, slab.h, slab.w)
+    return chunks[first.first : end].view(shape if len(bundle) == 1 else (len(bundle), *shape))

@@ -118,7 +118,7 @@ class DeMo(Rule):
         return {"momentum": torch.zeros_like(weights)}
 
     def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
-        return _accumulate_and_send(state["momentum"], signal, encode, self.decay, self.release)
+        return accumulate_and_send(state["momentum"], signal, encode, self.decay, self.release)
 
     def withdraw(self, state: State, sent: Part) -> bool:
         sent.add_to(state["momentum"], self.release)
@@ -169,7 +169,7 @@ class Outer(Rule):
     def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
         if "residual" not in state:
             return encode(signal)
-        return _accumulate_and_send(state["residual"], signal, encode, self.decay, self.release)
+        return accumulate_and_send(state["residual"], signal, encode, self.decay, self.release)
 
     def withdraw(self, state: State, sent: Part) -> bool:
         if "residual" not in state:
@@ -215,7 +215,7 @@ class Published(Rule):
 
     def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
         state["drift"].copy_(signal)
-        return _accumulate_and_send(state["momentum"], signal, encode, self.decay, 1.0)
+        return accumulate_and_send(state["momentum"], signal, encode, self.decay, 1.0)
 
     def withdraw(self, state: State, sent: Part) -> bool:
         sent.add_to(state["momentum"])
@@ -227,7 +227,7 @@ class Published(Rule):
         return state["anchor"]
 
 
-def _accumulate_and_send(store: Tensor, signal: Tensor, encode: Encode, decay: float, release: float) -> Part:
+def accumulate_and_send(store: Tensor, signal: Tensor, encode: Encode, decay: float, release: float) -> Part:
     """store ← decay · store + signal, then less ``release`` of what was really sent."""
     if decay != 1.0:
         store.mul_(decay)

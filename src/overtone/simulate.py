@@ -82,10 +82,9 @@ class Seat:
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         source = self._laid(Broadcast)[0].tensors
         size = sum(t.numel() * t.element_size() for t in tensors)
+        self.ledger.broadcast(size, list(self.peers).index(self.rank), len(self.peers))
         if self.rank == self.peers[0]:
-            self.ledger.now.sent += size
             return
-        self.ledger.now.received += size
         for mine, theirs in zip(tensors, source, strict=True):
             mine.detach().copy_(theirs.detach())
 

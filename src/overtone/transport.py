@@ -69,6 +69,12 @@ class Ledger:
         self.now.sent += through
         self.now.received += through
 
+    def broadcast(self, buffer_bytes: int, position: int, size: int) -> None:
+        """From the first replica down a binomial tree: replica r passes it on to r + 1, 2, 4 …, each above r itself."""
+        steps = (1 << i for i in range(size.bit_length()))
+        self.now.sent += buffer_bytes * sum(step > position and position + step < size for step in steps)
+        self.now.received += buffer_bytes if position else 0
+
     @contextmanager
     def wait(self) -> Iterator[None]:
         begin = time.perf_counter()
@@ -187,10 +193,9 @@ class Torch:
         with self._exchanging():
             everything = torch.cat([raw.to(self.device) for raw in raws])
             dist.broadcast(everything, src=source, group=self.group)
+        self.ledger.broadcast(everything.numel(), self.rank, self.size)
         if self.rank == 0:
-            self.ledger.now.sent += everything.numel()
             return
-        self.ledger.now.received += everything.numel()
         parts = everything.split([raw.numel() for raw in raws])
         for tensor, part in zip((t for t in tensors if t.numel()), parts, strict=True):
             here = part.to(tensor.device, copy=True).view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,1 @@
+"""Measurements that users can repeat: everything as ratios within one run."""

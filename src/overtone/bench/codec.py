@@ -1,0 +1,320 @@
+"""How fast the codec is: one round's work on the tensors of a GPT, against the published path and against memory.
+
+A round is: the drift of the weights into the residual (accumulate), transform, select, quantise, pack, update the
+residual; then check, unpack and average the payloads of all replicas, transform back into the weights. Everything in
+one run on the same tensors and the same threads; what counts are the ratios.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from overtone import kernels
+from overtone.bench.reference import Reference, by_einsum, by_scipy, by_torch_fft
+from overtone.bits import Reader
+from overtone.codec import Block, Part, TopK, kernels_for, mean
+from overtone.kernels import Kernels
+from overtone.layout import Slab
+from overtone.rules import accumulate_and_send
+
+Shapes = Sequence[tuple[int, ...]]
+CPU = torch.device("cpu")
+TRANSFORMS = {"einsum": by_einsum, "scipy.fft": by_scipy, "torch.fft": by_torch_fft}
+
+
+@dataclass(frozen=True)
+class CodecBench:
+    """What to measure."""
+
+    width: int = 768
+    layers: int = 12
+    words: int = 50257
+    keep: int = 32
+    bits: int = 2
+    replicas: int = 4
+    times: int = 3
+
+
+def gpt_shapes(bench: CodecBench) -> list[tuple[int, ...]]:
+    """The tensors of a GPT as published with GPT-2; its small size, 124 M parameters, is the default."""
+    w = bench.width
+    norm: Shapes = [(w,), (w,)]
+    attend: Shapes = [(3 * w, w), (3 * w,), (w, w), (w,)]
+    mlp: Shapes = [(4 * w, w), (4 * w,), (w, 4 * w), (w,)]
+    return [(bench.words, w), (1024, w), *[*norm, *attend, *norm, *mlp] * bench.layers, *norm]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the two halves of a round, and the size of one replica's message."""
+
+    encode: float
+    decode: float
+    message_bytes: int
+
+    @property
+    def round(self) -> float:
+        return self.encode + self.decode
+
+
+class Ours:
+    """A round of overtone's codec, slab by slab, as `Replica` does it; the outer step left out."""
+
+    def __init__(self, shapes: Shapes, codec: TopK, replicas: int, loops: Kernels) -> None:
+        self.codec, self.replicas, self.loops = codec, replicas, loops
+        self.layout = codec.layout(shapes)
+        self.residual = self.layout.empty(CPU).fill_(0.0)  # written to, so that its pages exist before we measure
+        self.blocks: list[Block] = []
+
+    def encode(self, start: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        layout, self.blocks = self.layout, []
+        plus, minus = layout.matrices(start), layout.matrices(weights)
+        for slab in layout.slabs:
+            drift = layout.read_slab(slab, plus, minus, layout.room(slab, 2, CPU))
+
+            def send(coeffs: Tensor, slab: Slab = slab) -> Part:
+                block, part = self.codec.encode(coeffs, slab, self.loops)
+                self.blocks.append(block)
+                return part
+
+            accumulate_and_send(slab.of(self.residual), drift, send, 1.0, 1.0)
+
+    def decode(self, weights: Sequence[Tensor]) -> None:
+        """Everybody's payload is checked from end to end, then read again for the mean, as in a real round."""
+        payload = b"".join(block for block in self.blocks if isinstance(block, bytes))
+        layout = self.layout
+        for _ in range(self.replicas):
+            reader = Reader(payload)
+            for slab in layout.slabs:
+                self.codec.check(reader, slab, self.loops)
+            reader.end()
+        readers = [Reader(payload) for _ in range(self.replicas)]
+        matrices = layout.matrices(weights)
+        for slab in layout.slabs:
+            parts = (self.codec.decode(reader, slab, self.loops) for reader in readers)
+            layout.write_slab(slab, mean(parts, layout.room(slab, 2, CPU), over_senders=False), matrices)
+
+    @property
+    def message_bytes(self) -> int:
+        return sum(map(len, self.blocks))
+
+
+class Theirs:
+    """A round of the published path."""
+
+    def __init__(self, shapes: Shapes, keep: int, replicas: int, transform: str) -> None:
+        self.codec, self.replicas = Reference(keep, TRANSFORMS[transform]), replicas
+        self.stores = [torch.zeros(shape).fill_(0.0) for shape in shapes]
+        self.messages: list[tuple[Tensor, Tensor]] = []
+
+    def encode(self, start: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        self.messages = [
+            self.codec.encode(store, a - b) for store, a, b in zip(self.stores, start, weights, strict=True)
+        ]
+
+    def decode(self, weights: Sequence[Tensor]) -> None:
+        for message, weight in zip(self.messages, weights, strict=True):
+            weight.copy_(self.codec.decode([message] * self.replicas, weight.shape))
+
+    @property
+    def message_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for message in self.messages for t in message)
+
+
+def tensors_of(shapes: Shapes) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights at the start of a round, and after some local steps."""
+    dice = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=dice) * 0.02 for shape in shapes]
+    return start, [a + 1e-3 * torch.randn(a.shape, generator=dice) for a in start]
+
+
+def measure(path: Ours | Theirs, shapes: Shapes, times: int) -> Timing:
+    """The best of several rounds after one to warm up."""
+    start, weights = tensors_of(shapes)
+    answers = [w.clone() for w in weights]
+    path.encode(start, weights)
+    path.decode(answers)
+    encode = best_of(lambda: path.encode(start, weights), times)
+    return Timing(encode, best_of(lambda: path.decode(answers), times), path.message_bytes)
+
+
+def best_of(job: Callable[[], object], times: int) -> float:
+    seconds = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        job()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+def memory_copy(values: int) -> float:
+    """Seconds for one copy of so many fp32 numbers."""
+    source, place = torch.ones(values), torch.ones(values)
+    return best_of(lambda: place.copy_(source), 5)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def extra_memory(make: str, bench: CodecBench) -> float | None:
+    """Peak memory of a round beside weights, residual and result, as a share of the parameters' bytes.
+
+    In a process of its own, where nothing that was freed before can be used again unseen. None where the system cannot
+    tell.
+    """
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_extra_memory, (make, bench))
+
+
+def _extra_memory(make: str, bench: CodecBench) -> float:
+    torch.set_num_threads(1)
+    shapes = gpt_shapes(bench)
+    start, weights = tensors_of(shapes)
+    answers = [w.clone() for w in weights]
+    small = [(128, 128), (9,)]
+    for these in (small, shapes):  # the small ones load and compile what is needed, once and for all models
+        path: Ours | Theirs
+        if make == "ours":
+            codec = TopK(keep=bench.keep, bits=bench.bits)
+            path = Ours(these, codec, bench.replicas, kernels_for(size_of(shapes), CPU))
+        else:
+            path = Theirs(these, bench.keep, bench.replicas, make)
+        if these is small:
+            inputs, outputs = tensors_of(small), tensors_of(small)[0]
+        else:
+            inputs, outputs = (start, weights), answers
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+            before = _status_bytes("VmRSS")
+        path.encode(*inputs)
+        path.decode(outputs)
+    return (_status_bytes("VmHWM") - before) / (4 * size_of(shapes))
+
+
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
+
+
+# -- the report ----------------------------------------------------------------------------------------------------
+
+
+def size_of(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def run(bench: CodecBench, say: Callable[[str], None]) -> dict[str, Any]:
+    """Everything measured, as one JSON object. Times are in copies: multiples of one memory copy of the parameters."""
+    shapes = gpt_shapes(bench)
+    size = size_of(shapes)
+    loops = kernels_for(size, CPU)
+    copy = memory_copy(size)
+    report: dict[str, Any] = {
+        "parameters": size,
+        "threads": torch.get_num_threads(),
+        "replicas": bench.replicas,
+        "loops": loops.__name__,  # type: ignore[attr-defined]
+        "copy_seconds": copy,
+        "copy_gb_per_second": 4e-9 * size / copy,
+    }
+
+    def ours(keep: int, bits: int, loops: Kernels = loops, shapes: Shapes = shapes) -> Ours:
+        return Ours(shapes, TopK(keep=keep, bits=bits), bench.replicas, loops)
+
+    paths: dict[str, Callable[[], Ours | Theirs]] = {"overtone": lambda: ours(bench.keep, bench.bits)}
+    if loops is not kernels:
+        paths["overtone, torch only"] = lambda: ours(bench.keep, bench.bits, kernels)
+    for name in TRANSFORMS:
+        paths[f"reference, {name}"] = lambda name=name: Theirs(shapes, bench.keep, bench.replicas, name)  # type: ignore[misc]
+    paths["overtone, keep 512, 1 bit"] = lambda: ours(512, 1)
+    report["paths"] = {}
+    for name, make in paths.items():
+        say(name)
+        report["paths"][name] = _row(measure(make(), shapes, bench.times), size, copy)
+    say("memory")
+    report["extra_memory"] = {make: extra_memory(make, bench) for make in ("ours", "einsum")}
+    say("many small tensors")
+    report["small_tensors"] = _small_tensors(bench, loops)
+    say("selection")
+    report["selection"] = _selection(bench.keep, loops)
+    return report
+
+
+def _row(timing: Timing, size: int, copy: float) -> dict[str, float]:
+    return {
+        "encode_copies": timing.encode / copy,
+        "decode_copies": timing.decode / copy,
+        "round_copies": timing.round / copy,
+        "encode_gb_per_second": 4e-9 * size / timing.encode,
+        "decode_gb_per_second": 4e-9 * size / timing.decode,
+        "message_bytes": timing.message_bytes,
+        "bits_per_parameter": 8 * timing.message_bytes / size,
+    }
+
+
+def _small_tensors(bench: CodecBench, loops: Kernels) -> dict[str, float]:
+    """Time per byte of 400 small tensors over that of one matrix with as many values."""
+    codec = TopK(keep=bench.keep, bits=bench.bits)
+    found = {}
+    for side in (64, 128, 256):
+        many = [(side, side)] * 400
+        one = [(20 * side, 20 * side)]
+        times = [measure(Ours(s, codec, bench.replicas, loops), s, 5 * bench.times).round for s in (many, one)]
+        found[f"{side}x{side}"] = times[0] / times[1]
+    return found
+
+
+def _selection(keep: int, loops: Kernels) -> dict[str, float]:
+    """Time to find the strongest of each 4096, over that of `torch.topk`."""
+    coeffs = torch.randn(128, 4096, generator=torch.Generator().manual_seed(0))
+    found: dict[str, float] = {}
+    for k in dict.fromkeys((keep, 128, 512)):
+        ways: dict[str, Callable[[], object]] = {
+            "torch.topk": lambda k=k: coeffs.abs().topk(k, dim=1),  # type: ignore[misc]
+            "numpy.argpartition": lambda k=k: np.argpartition(coeffs.abs().numpy(), 4096 - k, axis=1),  # type: ignore[misc]
+            "overtone": lambda k=k: loops.select(coeffs, k),  # type: ignore[misc]
+        }
+        seconds = {name: best_of(way, 20) for name, way in ways.items()}
+        found |= {f"{name}, {k} of 4096": t / seconds["torch.topk"] for name, t in seconds.items()}
+    return found
+
+
+def markdown(report: dict[str, Any]) -> str:
+    copy = f"{report['copy_gb_per_second']:.2f} GB/s, {report['copy_seconds'] * 1e3:.0f} ms"
+    threads = "one thread" if report["threads"] == 1 else f"{report['threads']} threads"
+    lines = [
+        f"{report['parameters'] / 1e6:.1f} M parameters, {report['replicas']} payloads, {threads}, loops: "
+        f"{report['loops']}. One memory copy of the parameters: {copy}.",
+        "",
+        "| path | encode, GB/s | decode, GB/s | round, copies | against reference | message | bits per parameter |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    reference = report["paths"]["reference, einsum"]["round_copies"]
+    for name, row in report["paths"].items():
+        lines.append(
+            f"| {name} | {row['encode_gb_per_second']:.2f} | {row['decode_gb_per_second']:.2f} | "
+            f"{row['round_copies']:.1f} | {reference / row['round_copies']:.1f}x | {row['message_bytes']} | "
+            f"{row['bits_per_parameter']:.3f} |"
+        )
+    first = report["paths"]["overtone"]["round_copies"]
+    wide = report["paths"]["overtone, keep 512, 1 bit"]["round_copies"]
+    lines += ["", f"Keep 512 at 1 bit takes {wide / first:.2f}x the time of the first row."]
+    for make, share in report["extra_memory"].items():
+        told = "not measured on this system" if share is None else f"{100 * share:.1f} % of the parameters' bytes"
+        lines.append(f"Peak extra memory, {'overtone' if make == 'ours' else 'reference'}: {told}.")
+    small = ", ".join(f"{shape}: {ratio:.2f}x" for shape, ratio in report["small_tensors"].items())
+    lines += [f"400 small tensors against one matrix, time per byte: {small}."]
+    lines += ["", "| selection | time over torch.topk |", "|---|---|"]
+    lines += [f"| {name} | {ratio:.2f} |" for name, ratio in report["selection"].items()]
+    return "\n".join(lines)

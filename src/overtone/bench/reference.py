@@ -1,0 +1,107 @@
+"""The codec path of the published code, transcribed plainly: what overtone's codec is measured against.
+
+Per tensor: the largest chunk sides up to 64 that divide it, a DCT of each chunk, `topk` of the magnitudes, 64-bit
+positions and fp32 values as the message, and a scatter that averages each coefficient over its senders. The sender
+decodes its own message to learn what to take out of its residual. Vectors are cut into chunks of one axis.
+
+The transform is exchangeable: one `einsum` of three operands as published, or an FFT-based one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.fft
+import torch
+from torch import Tensor
+
+from overtone import dct
+
+Cut = tuple[int, int, int, int]  # rows of chunks, columns of chunks, height, width
+Transform = Callable[[Tensor, bool], Tensor]  # (down, across, h, w); True is the inverse
+
+
+def cut_of(shape: Sequence[int], most: int = 64) -> Cut:
+    rows, cols = shape if len(shape) == 2 else (1, shape[0])
+    h, w = (max(d for d in range(1, min(n, most) + 1) if n % d == 0) for n in (rows, cols))
+    return rows // h, cols // w, h, w
+
+
+def by_einsum(chunks: Tensor, back: bool) -> Tensor:
+    bases = [dct.cached_basis(dct.cosine_basis, n, chunks.device) for n in chunks.shape[-2:]]
+    rows, cols = (basis.T if back else basis for basis in bases)
+    return torch.einsum("yxhw,fh,gw->yxfg", chunks, rows, cols)
+
+
+def by_scipy(chunks: Tensor, back: bool) -> Tensor:
+    turn = scipy.fft.idctn if back else scipy.fft.dctn
+    return torch.from_numpy(np.ascontiguousarray(turn(chunks.numpy(), axes=(2, 3), norm="ortho", workers=1)))
+
+
+def by_torch_fft(chunks: Tensor, back: bool) -> Tensor:
+    """Makhoul's: a DCT is the real part of a rotated FFT of the evens, then the odds backwards."""
+    turn = _idct_last if back else _dct_last
+    for _ in range(2):  # the last axis, then the other
+        chunks = turn(chunks).transpose(-1, -2)
+    return chunks
+
+
+def _turns(n: int) -> Tensor:
+    angle = -torch.pi * torch.arange(n) / (2 * n)
+    return torch.polar(torch.ones(n), angle)
+
+
+def _dct_last(x: Tensor) -> Tensor:
+    n = x.shape[-1]
+    mixed = torch.cat([x[..., ::2], x[..., 1::2].flip(-1)], dim=-1)
+    out: Tensor = (torch.fft.fft(mixed) * _turns(n)).real * (2 / n) ** 0.5
+    out[..., 0] /= 2**0.5
+    return out
+
+
+def _idct_last(y: Tensor) -> Tensor:
+    n = y.shape[-1]
+    scaled = y * (n / 2) ** 0.5
+    scaled[..., 0] *= 2**0.5
+    shifted = torch.cat([torch.zeros_like(y[..., :1]), -scaled[..., 1:].flip(-1)], dim=-1)
+    mixed = torch.fft.ifft(torch.complex(scaled, shifted) * _turns(n).conj()).real
+    out = torch.empty_like(y)
+    out[..., ::2] = mixed[..., : (n + 1) // 2]
+    out[..., 1::2] = mixed[..., (n + 1) // 2 :].flip(-1)
+    return out
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Per-tensor messages of (positions, values)."""
+
+    keep: int
+    transform: Transform = by_einsum
+
+    def encode(self, store: Tensor, drift: Tensor) -> tuple[Tensor, Tensor]:
+        """store ← store + drift, less what is sent, in the domain of the weights as published."""
+        store.add_(drift)
+        cut = cut_of(store.shape)
+        coeffs = self.transform(_chunks(store, cut), False).flatten(2)
+        k = min(self.keep, coeffs.shape[-1])
+        index = coeffs.abs().topk(k, dim=-1, sorted=False).indices
+        values = coeffs.gather(-1, index)
+        store.sub_(self.decode([(index, values)], store.shape))
+        return index, values
+
+    def decode(self, messages: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int]) -> Tensor:
+        """The mean of the messages, each coefficient over its senders, back in the domain of the weights."""
+        down, across, h, w = cut_of(shape)
+        index = torch.cat([message[0] for message in messages], dim=-1)
+        values = torch.cat([message[1] for message in messages], dim=-1)
+        coeffs = torch.zeros(down, across, h * w)
+        coeffs.scatter_reduce_(-1, index, values, reduce="mean", include_self=False)
+        chunks = self.transform(coeffs.view(down, across, h, w), True)
+        return chunks.transpose(1, 2).reshape(tuple(shape))
+
+
+def _chunks(tensor: Tensor, cut: Cut) -> Tensor:
+    down, across, h, w = cut
+    return tensor.view(down, h, across, w).transpose(1, 2)

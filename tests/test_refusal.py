@@ -1,0 +1,236 @@
+"""A bad message from one rank, on real processes: every rank refuses it alike and names its sender, or, where the
+policy says so, goes on without it; and no weight is touched by a round that does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overtone
+import worlds
+from overtone import Replica
+from overtone.errors import MismatchError, PeerError
+from overtone.transport import Torch
+from overtone.wire import HEADER_BYTES, MAGIC, Kind, Seal
+from scenario import METHODS, backward, batches, build, weights
+
+LIAR = 1
+Spoil = Callable[[bytes], bytes]
+
+
+class Tampered(Torch):
+    """Hears what rank 1 says in one round differently from how it was said."""
+
+    def __init__(self, spoil: Spoil | None, at_round: int = 1) -> None:
+        super().__init__()
+        self.spoil = spoil
+        self.at_round = at_round
+
+    def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:
+        heard = super().gather(message, equal=equal)
+        said = heard[LIAR]
+        is_round = said[:4] == MAGIC and said[5] & 0x7F == Kind.ROUND
+        if self.spoil is not None and is_round and int.from_bytes(said[8:12], "little") == self.at_round:
+            heard[LIAR] = self.spoil(said)
+        return heard
+
+
+def flip(message: bytes) -> bytes:
+    return message[:70] + bytes([message[70] ^ 16]) + message[71:]
+
+
+def flip_header(message: bytes) -> bytes:
+    return message[:13] + bytes([message[13] ^ 16]) + message[14:]
+
+
+def reseal(message: bytes) -> bytes:
+    """Another true message, as a liar would send it to some and not to others: nobody else has a changed mind."""
+    length = int.from_bytes(message[16:24], "little")
+    changed = message[: HEADER_BYTES + length - 1] + b"\x01"
+    return changed + Seal().of(changed)
+
+
+def train(replica: Replica, steps: int) -> list[overtone.Round]:
+    rank = dist.get_rank()
+    done = []
+    for batch, _ in zip(batches(rank), range(steps), strict=False):
+        backward(replica, batch)
+        record = replica.step()
+        if record is not None:
+            done.append(record)
+    return done
+
+
+def lies() -> dict[str, str]:
+    rank = dist.get_rank()
+    told: dict[str, str] = {}
+
+    def attempt(name: str, spoil: Spoil | None, method: overtone.Method) -> None:
+        replica = Replica(*build(rank), method, Tampered(spoil))
+        train(replica, method.every or 1)
+        before = replica.fingerprint
+        try:
+            train(replica, method.every or 1)
+            told[name] = "no error"
+        except PeerError as error:
+            told[name] = str(error)
+        assert replica.fingerprint == before, "the anchor was touched"
+
+    others, last = rank != LIAR, rank == 2
+    attempt("all others", flip if others else None, METHODS["decoupled"])
+    attempt("one of them", flip if last else None, METHODS["decoupled"])
+    attempt("two tongues", reseal if last else None, replace(METHODS["decoupled"], codec=overtone.codec.TopK(bits=32)))
+    attempt("header of a sum", flip_header if last else None, METHODS["diloco"])
+    attempt("gradients", flip if last else None, METHODS["demo"])
+    return told
+
+
+def test_every_rank_refuses_alike_and_names_the_sender(tmp_path: Path) -> None:
+    found = worlds.run(lies, size=3, folder=tmp_path)
+    for result in found:
+        assert "value" in result, result
+    told = [result["value"] for result in found]
+    for name, refused in {
+        "all others": "round 1: the message of rank 1 was refused by rank 0: checksum",
+        "one of them": "round 1: the message of rank 1 was refused by rank 2: checksum",
+        "two tongues": "round 1: the message of rank 1 was refused because not every rank heard the same",
+        "gradients": "round 1: the message of rank 1 was refused by rank 2: checksum",
+    }.items():
+        assert {t[name].startswith(refused) for t in told} == {True}, [t[name] for t in told]
+        assert len({t[name] for t in told}) == 1
+    for t in told:
+        assert t["header of a sum"].startswith("round 1: the header of rank 1 was refused")
+
+
+def leaving_out() -> dict[str, object]:
+    rank = dist.get_rank()
+    spoil = flip if rank == 2 else None
+    replica = Replica(*build(rank), METHODS["decoupled"], Tampered(spoil), refused="leave out")
+    owed = []
+    for _ in range(3):
+        before = replica.state["residual"].clone()
+        (record,) = train(replica, replica.method.every or 1)
+        owed.append((float(before.norm()), record))
+    replica.finish()
+    return {
+        "left out": [record.left_out for _, record in owed],
+        "residual": [record.residual_norm for _, record in owed],
+        "drift": [record.drift_norm for _, record in owed],
+        "fingerprints": [record.anchor_fingerprint for _, record in owed],
+        "weights": weights(replica),
+    }
+
+
+def test_a_refused_rank_is_left_out_everywhere_alike(tmp_path: Path) -> None:
+    """Rank 2 cannot read what rank 1 said in round 1: all go on without it, with one anchor; what rank 1 said is still
+    owed, so its residual grows by all of its drift instead of the unsent part."""
+    found = worlds.run(leaving_out, size=3, folder=tmp_path)
+    for result in found:
+        assert "value" in result, result
+    values = [result["value"] for result in found]
+    for value in values:
+        assert value["left out"] == [(), (LIAR,), ()]
+        assert value["fingerprints"] == values[0]["fingerprints"]
+        for name, tensor in value["weights"].items():
+            assert torch.equal(tensor, values[0]["weights"][name]), name
+    before, after = values[LIAR]["residual"][:2]
+    assert after > 1.2 * before
+    assert values[0]["residual"][1] < after
+
+
+def uneven() -> dict[str, str]:
+    """Rank 0 has more batches than the others, who finish early."""
+    rank = dist.get_rank()
+    told = {}
+    for name in ("ddp", "diloco", "local_sgd", "decoupled", "demo"):
+        method = METHODS[name]
+        replica = Replica(*build(rank), method)
+        every = method.every or 1
+        try:
+            train(replica, every * (3 if rank == 0 else 2))
+            replica.finish()
+            told[name] = "no error"
+        except MismatchError as error:
+            told[name] = str(error)
+    return told
+
+
+def test_unequal_numbers_of_batches_are_told_on_every_rank(tmp_path: Path) -> None:
+    found = worlds.run(uneven, size=3, folder=tmp_path)
+    for result in found:
+        assert "value" in result, result
+        for name, told in result["value"].items():
+            assert "replicas are at different steps: round after" in told, (name, told)
+            assert "on rank 0" in told
+            assert "on ranks 1, 2" in told
+
+
+def strangers() -> dict[str, str]:
+    rank = dist.get_rank()
+    told = {}
+    keys = {"other key": "wrong" if rank == LIAR else "right", "no key": None if rank == LIAR else "right"}
+    for name, key in keys.items():
+        try:
+            Replica(*build(rank), METHODS["decoupled"], key=key)
+            told[name] = "no error"
+        except PeerError as error:
+            told[name] = str(error)
+    replica = Replica(*build(rank), METHODS["decoupled"], key="right")
+    train(replica, replica.method.every or 1)
+    told["the same key"] = replica.fingerprint
+    return told
+
+
+def test_a_key_keeps_strangers_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OVERTONE_KEY", raising=False)
+    found = worlds.run(strangers, size=2, folder=tmp_path)
+    for rank, result in enumerate(found):
+        assert "value" in result, result
+        told = result["value"]
+        assert told["other key"].startswith(
+            f"round 0: the greeting of rank {1 - rank} was refused: HMAC: does not match"
+        )
+        assert "has none; set OVERTONE_KEY to the same on every replica" in told["no key"]
+    assert found[0]["value"]["the same key"] == found[1]["value"]["the same key"]
+
+
+def test_a_message_of_an_earlier_round_or_run_is_refused() -> None:
+    """Replayed bytes, true once: refused by round, and in another run by the run's name."""
+
+    class Recorder(overtone.Solo):
+        said: list[bytes]
+        replay: bytes | None = None
+
+        def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:
+            if not equal:
+                self.said = [*getattr(self, "said", []), message]
+            return [message if self.replay is None or equal else self.replay]
+
+    worlds_apart = [Recorder(), Recorder()]
+    replicas = [Replica(*build(0), overtone.decoupled(every=1), world) for world in worlds_apart]
+    for replica in replicas:
+        backward(replica, next(batches(0)))
+        replica.step()
+    old, other = worlds_apart[0].said[-1], worlds_apart[1].said[-1]
+    for replayed, refused in (
+        (old, "round: 0, this is round 1; a stale or replayed message"),
+        (other, "run: .* of another run"),
+    ):
+        worlds_apart[0].replay = replayed
+        backward(replicas[0], next(batches(0)))
+        before = weights(replicas[0])
+        with pytest.raises(overtone.OvertoneError, match=refused):
+            hold_round(replicas[0])
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(replicas[0]).items())
+        worlds_apart[0].replay = None
+        replicas[0].signal.begin()
+
+
+def hold_round(replica: Replica) -> None:
+    """A round without a local step before it, so that any change of a weight is the round's."""
+    overtone.exchange.hold(replica.rounding(), replica.transport)
