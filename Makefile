@@ -17,8 +17,8 @@ check: $(READY)  ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## time of a round's codec work, against one memory copy
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/codec.py
+bench: $(READY)  ## time of a round's codec work, against the published path and one memory copy
+	$(BIN)/overtone bench codec
 
 science: $(READY)  ## the first science check; TEXT=file adds a text to the embedded default
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/first_check.py $(if $(TEXT),--text $(TEXT))

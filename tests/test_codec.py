@@ -158,8 +158,8 @@ def test_mean_over_all_and_over_senders() -> None:
         block, _ = codec.encode(torch.tensor([values]), slab)
         assert isinstance(block, bytes)
         heard.append(codec.decode(Reader(block), slab))
-    assert mean(heard, torch.empty(1, 4), over_senders=False).tolist() == [[4.0, 2.0, 0.0, 0.0]]
-    assert mean(heard, torch.empty(1, 4), over_senders=True).tolist() == [[6.0, 6.0, 0.0, 0.0]]
+    assert mean(heard, 3, torch.empty(1, 4), over_senders=False).tolist() == [[4.0, 2.0, 0.0, 0.0]]
+    assert mean(heard, 3, torch.empty(1, 4), over_senders=True).tolist() == [[6.0, 6.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,9 @@ class Part:
         else:
             self.kernels.add(here, self.index, values)
 
+    def over(self, divisor: Tensor) -> Part:
+        return replace(self, values=self.values / divisor.to(self.values.device))
+
     def ones(self) -> Part:
         """1 wherever this part has a value."""
         return replace(self, values=torch.ones_like(self.values))
@@ -281,16 +284,24 @@ def _name_not_finite(coeffs: Tensor, slab: Slab) -> None:
         raise NotFiniteError(slab.tensor_of(chunk, position))
 
 
-def mean(parts: Iterable[Part], out: Tensor, *, over_senders: bool) -> Tensor:
-    """Mean of a slab's parts into ``out`` (c, a), summed in the order given: over all of them, or per value over those
-    that sent it."""
+def mean(parts: Iterable[Part], count: int, out: Tensor, *, over_senders: bool) -> Tensor:
+    """Mean of ``count`` parts of a slab into ``out`` (c, a), summed in the order given: over all of them, or per value
+    over those that sent it.
+
+    Over all, sparse values are divided before they are summed: far fewer divisions, the same on every replica.
+    """
+    # By a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
+    everybody = torch.tensor(float(count), device=out.device)
     out.zero_()
     counts = torch.zeros_like(out) if over_senders else None
-    heard = 0
+    dense = False
     for part in parts:
-        part.add_to(out)
+        dense = part.index is None
         if counts is not None:
+            part.add_to(out)
             part.ones().add_to(counts)
-        heard += 1
-    # By a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
-    return out.div_(torch.tensor(float(heard), device=out.device) if counts is None else counts.clamp_min_(1))
+        else:
+            (part if dense else part.over(everybody)).add_to(out)
+    if counts is not None:
+        return out.div_(counts.clamp_min_(1))
+    return out.div_(everybody) if dense else out

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 Basis = Callable[[int], Tensor]
-Transform = Callable[[Tensor, Basis, Tensor, Tensor], Tensor]
 
 
 def cosine_basis(n: int) -> Tensor:
@@ -50,26 +49,48 @@ def cached_basis(make: Basis, n: int, device: torch.device) -> Tensor:
     return make(n).to(torch.float32).to(device)
 
 
-def forward(chunks: Tensor, make: Basis, between: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """(n, h, w) values to coefficients, by way of ``between`` (scratch) into ``out``; neither may be ``chunks``."""
+def forward(
+    chunks: Tensor,
+    make: Basis,
+    between: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    keep: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """(n, h, w) values to coefficients, by way of ``between`` (scratch); neither it nor ``out`` may be ``chunks``.
+
+    out ← keep · out + coefficients / scale: the second product adds up as it goes, which saves a pass over ``out``.
+    """
+    n, h, w = chunks.shape
     rows, cols = _bases(chunks, make)
-    return _turn(rows, chunks, cols.T, between, out)
+    between = torch.empty_like(chunks) if between is None else between
+    out = torch.empty_like(chunks) if out is None else out
+    with full_precision(chunks.device):
+        torch.mm(chunks.view(n * h, w), cols.T, out=between.view(n * h, w))
+        return out.baddbmm_(rows.expand(n, h, h), between, beta=keep, alpha=1.0 / scale)
 
 
 def inverse(coeffs: Tensor, make: Basis, between: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """The inverse of `forward`."""
+    n, h, w = coeffs.shape
     rows, cols = _bases(coeffs, make)
-    return _turn(rows.T, coeffs, cols, between, out)
+    between = torch.empty_like(coeffs) if between is None else between
+    out = torch.empty_like(coeffs) if out is None else out
+    with full_precision(coeffs.device):
+        torch.mm(coeffs.view(n * h, w), cols, out=between.view(n * h, w))
+        return torch.bmm(rows.T.expand(n, h, h), between, out=out)
 
 
-def _turn(left: Tensor, chunks: Tensor, right: Tensor, between: Tensor | None, out: Tensor | None) -> Tensor:
-    """left · chunk · right for every chunk: one tall product, then one small product per chunk."""
-    n, h, w = chunks.shape
-    between = torch.empty_like(chunks) if between is None else between
-    out = torch.empty_like(chunks) if out is None else out
-    with full_precision(chunks.device):
-        torch.mm(chunks.view(n * h, w), right, out=between.view(n * h, w))
-        return torch.bmm(left.expand(n, h, h), between, out=out)
+def inverse_strip(coeffs: Tensor, make: Basis, between: Tensor, out: Tensor) -> Tensor:
+    """`inverse` of chunks that lie side by side in a matrix, straight into it: (n, h, w) coefficients to the (h, n · w)
+    strip ``out``. The first product works row by row of all chunks, so that the second is a single one.
+
+    To be called within `full_precision`: there are many strips."""
+    n, h, w = coeffs.shape
+    rows, cols = _bases(coeffs, make)
+    torch.bmm(coeffs.transpose(0, 1), cols.expand(h, w, w), out=between.view(h, n, w))
+    return torch.mm(rows.T, between.view(h, n * w), out=out)
 
 
 @contextmanager

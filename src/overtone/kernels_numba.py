@@ -37,11 +37,11 @@ def select(coeffs: Tensor, k: int) -> Tensor:
 
 def pack_positions(index: Tensor, area: int) -> bytes:
     c, k = index.shape
-    tried = np.array(widths(area, k))
-    costs = np.zeros(len(tried), np.int64)
-    _rice_costs(index.numpy(), tried, costs)
-    best = int((costs + tried * (c * k)).argmin())
-    width = int(tried[best])
+    tried = widths(area, k)
+    costs = np.empty(5, np.int64)
+    _rice_costs(index.numpy(), tried[0], costs)
+    best = int((costs[: len(tried)] + np.array(tried) * (c * k)).argmin())
+    width = tried[best]
     low = np.zeros(field_bytes(c * k, width), np.uint8)
     high = np.zeros(field_bytes(int(costs[best]) + c * k, 1), np.uint8)
     _rice_pack(index.numpy(), width, low, high)
@@ -102,83 +102,103 @@ def _count(strength: Any, threshold: int) -> int:
 
 @compiled
 def _select(rows: Any, k: int, index: Any) -> None:
-    """Bisection on the bits of the magnitudes, which sort as whole numbers: a threshold that exactly k values reach is
-    as good as any other. It begins at the threshold of the chunk before, which is rarely far away."""
+    """The k strongest of each row. Magnitudes are compared by their bits, which sort as whole numbers.
+
+    A row is folded into 8 k columns or more, of which only the strongest value counts at first. A threshold that k
+    columns reach is one that at least k values reach, and not many more: the few candidates are then gone through.
+    """
     c, a = rows.shape
+    columns = 64
+    while columns < 8 * k:
+        columns *= 2
+    if a % columns or columns == a:
+        columns = a
     strength = np.empty(a, np.int32)
-    places = np.empty(a + 1, np.int64)
-    threshold = np.int64(0)
+    candidates = np.empty(a + 1, np.int64)
+    tops = np.empty(columns, np.int32)
+    hot = np.empty(columns + 1, np.int64)
+    magnitude = np.int32(0x7FFFFFFF)
+    guess = np.int64(0)
     for r in range(c):
-        top = np.int32(0)
-        for i in range(a):
-            strength[i] = rows[r, i] & np.int32(0x7FFFFFFF)
-            top = max(top, strength[i])
-        low, high = np.int64(0), np.int64(top) + 1  # more than k reach low, fewer than k reach high
-        n_high = 0
-        stride = np.int64(1) << 19
-        if not low < threshold < high:
-            threshold = (low + high) >> 1
-        while high - low > 1:
-            n = _count(strength, threshold)
-            if n == k:
-                break
-            if n > k:
-                low = threshold
-                guess = threshold + stride
-            else:
-                high = threshold
-                n_high = n
-                guess = threshold - stride
-            stride <<= 1
-            threshold = guess if low < guess < high and (low == 0 or high > top) else (low + high) >> 1
-        if high - low > 1:
-            _strongest(strength, np.int32(threshold), places)
-        else:  # ties: all above, and of those at `low` the first that still find room
-            _strongest_with_ties(strength, np.int32(low), k - n_high, places)
-        for i in range(k):
-            index[r, i] = places[i]
+        row = rows[r]
+        for j in range(columns):
+            tops[j] = row[j] & magnitude
+        for start in range(columns, a, columns):
+            part = row[start : start + columns]
+            for j in range(columns):
+                value = np.int32(part[j] & magnitude)
+                tops[j] = value if value > tops[j] else tops[j]
+        guess, ties = _threshold(tops, k, guess)
+        least = np.int32(guess)
+        n_hot = 0
+        for j in range(columns):
+            hot[n_hot] = j
+            n_hot += tops[j] >= least
+        found = 0
+        for start in range(0, a, columns):
+            for j in range(n_hot):
+                i = start + hot[j]
+                candidates[found] = i
+                strength[found] = row[i] & magnitude
+                found += strength[found] >= least
+        threshold = np.int64(least)
+        if found > k:
+            threshold, ties = _threshold(strength[:found], k, threshold)
+        n = 0
+        for j in range(found):
+            i = candidates[j]
+            value = strength[j]
+            if value > threshold or (value == threshold and ties > 0):
+                index[r, n] = i
+                n += 1
+                ties -= value == threshold
 
 
 @compiled
-def _strongest(strength: Any, threshold: Any, places: Any) -> None:
-    """Positions of the values that reach the threshold. Most blocks of 16 hold none, which vectors tell at once; within
-    a block there is no branch, for nothing predicts which value is strong."""
-    found = 0
-    whole = strength.size // 16 * 16
-    for block in range(0, whole, 16):
-        most = strength[block]
-        for i in range(block + 1, block + 16):
-            most = max(most, strength[i])
-        if most >= threshold:
-            for i in range(block, block + 16):
-                places[found] = i
-                found += strength[i] >= threshold
-    for i in range(whole, strength.size):
-        places[found] = i
-        found += strength[i] >= threshold
+def _threshold(strength: Any, k: int, guess: int) -> Any:
+    """A threshold, and how many of the values that equal it there is room for: with all that exceed it they are k.
 
-
-@compiled
-def _strongest_with_ties(strength: Any, threshold: Any, ties: int, places: Any) -> None:
-    found = 0
+    Bisection, from a guess that is rarely far away; a threshold that exactly k values reach is as good as any other.
+    """
+    top = np.int32(0)
     for i in range(strength.size):
-        if strength[i] > threshold or (strength[i] == threshold and ties > 0):
-            places[found] = i
-            found += 1
-            ties -= strength[i] == threshold
+        top = strength[i] if strength[i] > top else top
+    low, high = np.int64(0), np.int64(top) + 1  # more than k reach low, fewer than k reach high
+    n_high = 0
+    stride = np.int64(1) << 19
+    threshold = guess if low < guess < high else (low + high) >> 1
+    while high - low > 1:
+        n = _count(strength, threshold)
+        if n == k:
+            return threshold, strength.size
+        if n > k:
+            low = threshold
+            guess = threshold + stride
+        else:
+            high = threshold
+            n_high = n
+            guess = threshold - stride
+        stride <<= 1
+        threshold = guess if low < guess < high and (low == 0 or high > top) else (low + high) >> 1
+    return low, k - n_high
 
 
 @compiled
-def _rice_costs(index: Any, tried: Any, costs: Any) -> None:
-    """Σ gap >> width for each width."""
+def _rice_costs(index: Any, width: int, costs: Any) -> None:
+    """Σ gap >> w for five widths, from the one given."""
     c, k = index.shape
+    n0, n1, n2, n3, n4 = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     for r in range(c):
-        last = -1
+        last = np.int64(-1)
         for i in range(k):
-            gap = index[r, i] - last - 1
+            gap = (index[r, i] - last - 1) >> width
             last = index[r, i]
-            for t in range(tried.size):
-                costs[t] += gap >> tried[t]
+            n0 += gap
+            n1 += gap >> 1
+            n2 += gap >> 2
+            n3 += gap >> 3
+            n4 += gap >> 4
+    costs[0], costs[1], costs[2], costs[3], costs[4] = n0, n1, n2, n3, n4
 
 
 @compiled

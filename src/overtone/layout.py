@@ -93,6 +93,7 @@ class Layout:
         self, shapes: Sequence[Sequence[int]], *, chunk: int, plain_below: int, basis: dct.Basis | None
     ) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
+        self._matrix_shapes = [matrix_shape(shape) for shape in shapes]
         self.basis = basis
         self.slabs = tuple(_slabs(self.shapes, chunk, plain_below))
         self.size = sum(slab.size for slab in self.slabs)
@@ -116,52 +117,51 @@ class Layout:
     # -- a slab at a time ------------------------------------------------------------------------------------------
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors as `read_slab` and `write_slab` want them: views, or copies of those that are no matrix in
+        """The tensors as `Reading` and `write_slab` want them: views, or copies of those that are no matrix in
         memory (channels_last, a transposed view); `land` brings copies home."""
-        return [tensor.contiguous().view(matrix_shape(tensor.shape)) for tensor in tensors]
+        return [
+            tensor if tensor.shape == shape and tensor.is_contiguous() else tensor.contiguous().view(shape)
+            for tensor, shape in zip(tensors, self._matrix_shapes, strict=True)
+        ]
 
     def land(self, matrices: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         for matrix, tensor in zip(matrices, tensors, strict=True):
             if matrix.data_ptr() != tensor.data_ptr():
                 tensor.copy_(matrix.view(tensor.shape))
 
-    def read_slab(self, slab: Slab, plus: Sequence[Tensor], minus: Sequence[Tensor] | None, out: Tensor) -> Tensor:
-        """Coefficients of ``plus`` (less ``minus``) into ``out`` (chunks, area); the subtraction happens in fp32."""
-        turns = self.basis is not None and not slab.plain
-        values = self.room(slab, 0, out.device) if turns else out
-        for bundle in slab.bundles:
-            place, here = _place(values, slab, bundle), _join(_regions(plus, slab, bundle), out.device)
-            if minus is None:
-                place.copy_(here)
-                continue
-            there = _join(_regions(minus, slab, bundle), out.device)
-            if here.dtype == there.dtype == torch.float32:
-                torch.sub(here, there, out=place)
-            else:
-                place.copy_(here).sub_(there)
-        if turns:
-            self._turn(dct.forward, values, slab, out)
-        return out
-
     def write_slab(self, slab: Slab, coeffs: Tensor, matrices: Sequence[Tensor]) -> None:
         """The part of the tensors whose coefficients are ``coeffs``, rounded to each tensor's own type."""
-        values = coeffs
-        if self.basis is not None and not slab.plain:
-            values = self.room(slab, 0, coeffs.device)
-            self._turn(dct.inverse, coeffs, slab, values)
-        for bundle in slab.bundles:
-            regions, place = _regions(matrices, slab, bundle), _place(values, slab, bundle)
-            if len(regions) == 1:
-                regions[0].copy_(place)
-            else:
-                parts = place.split([region.numel() for region in regions]) if slab.plain else place.unbind(0)
-                torch._foreach_copy_(regions, list(parts))
-
-    def _turn(self, transform: dct.Transform, values: Tensor, slab: Slab, out: Tensor) -> None:
-        assert self.basis is not None
+        if self.basis is None or slab.plain:
+            self._spread(slab, coeffs, matrices)
+            return
+        if all(_takes_strips(bundle, matrices, coeffs) for bundle in slab.bundles):
+            with dct.full_precision(coeffs.device):
+                for (patch,) in slab.bundles:
+                    self._write_strips(slab, patch, coeffs, matrices[patch.tensor])
+            return
         shape = (slab.chunks, slab.h, slab.w)
-        between = self.room(slab, 1, values.device)
-        transform(values.view(shape), self.basis, between.view(shape), out.view(shape))
+        between, values = (self.room(slab, i, coeffs.device) for i in range(2))
+        dct.inverse(coeffs.view(shape), self.basis, between.view(shape), values.view(shape))
+        self._spread(slab, values, matrices)
+
+    def _spread(self, slab: Slab, values: Tensor, matrices: Sequence[Tensor]) -> None:
+        for bundle in slab.bundles:
+            rectangles, place = _rectangles(matrices, slab, bundle), _place(values, slab, bundle)
+            if slab.plain:
+                parts = place.split([rectangle.numel() for rectangle in rectangles])
+            else:
+                parts = place.transpose(2, 3).reshape(len(bundle), *rectangles[0].shape).unbind(0)
+            torch._foreach_copy_(rectangles, list(parts))
+
+    def _write_strips(self, slab: Slab, patch: Patch, coeffs: Tensor, matrix: Tensor) -> None:
+        """Straight into the matrix, one row of chunks after the other: a copy less."""
+        assert self.basis is not None
+        h, wide = slab.h, patch.across * slab.w
+        between = self.room(slab, 0, coeffs.device).view(-1)[: h * wide]
+        for i in range(patch.down):
+            first, row = patch.first + i * patch.across, patch.row + i * h
+            chunks = coeffs[first : first + patch.across].view(patch.across, h, slab.w)
+            dct.inverse_strip(chunks, self.basis, between, matrix[row : row + h, patch.col : patch.col + wide])
 
     # -- all at once -----------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Layout:
         plus = self.matrices(tensors)
         less = None if minus is None else self.matrices(minus)
         for slab in self.slabs:
-            self.read_slab(slab, plus, less, slab.of(out))
+            Reading(self, slab, plus, less).into(slab.of(out))
         return out
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -179,6 +179,57 @@ class Layout:
         for slab in self.slabs:
             self.write_slab(slab, slab.of(flat), matrices)
         self.land(matrices, tensors)
+
+
+class Reading:
+    """The coefficients of one slab of ``plus`` (less ``minus``, over ``scale``), read when asked for, straight to where
+    they are needed. The tensors are given as `Layout.matrices`; the subtraction happens in fp32."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        slab: Slab,
+        plus: Sequence[Tensor],
+        minus: Sequence[Tensor] | None = None,
+        scale: float = 1.0,
+        device: torch.device | None = None,
+        measures: bool = False,
+    ) -> None:
+        self.device = device or plus[0].device
+        self.layout, self.slab, self.plus, self.minus, self.scale = layout, slab, plus, minus, scale
+        self.measures = measures
+        self.norm = torch.zeros(())  # of what was read, if it was to be measured
+
+    def tensor(self) -> Tensor:
+        """(chunks, area), in a scratch area that the next slab will use again."""
+        return self.into(self.layout.room(self.slab, 2, self.device))
+
+    def into(self, out: Tensor, keep: float = 0.0) -> Tensor:
+        """out ← keep · out + what is read."""
+        slab, basis = self.slab, self.layout.basis
+        values = self.layout.room(slab, 0, out.device)
+        for bundle in slab.bundles:
+            self._read(bundle, _place(values, slab, bundle))
+        if self.measures:
+            self.norm = torch.linalg.vector_norm(values) / self.scale  # the transform does not change it
+        if basis is None or slab.plain:
+            values = values if self.scale == 1.0 else values.div_(self.scale)
+            return out.copy_(values) if keep == 0.0 else out.mul_(keep).add_(values)
+        shape = (slab.chunks, slab.h, slab.w)
+        between = self.layout.room(slab, 1, out.device).view(shape)
+        dct.forward(values.view(shape), basis, between, out.view(shape), keep=keep, scale=self.scale)
+        return out
+
+    def _read(self, bundle: Sequence[Patch], place: Tensor) -> None:
+        here = _join(self.plus, self.slab, bundle, place.device)
+        if self.minus is None:
+            place.copy_(here)
+            return
+        there = _join(self.minus, self.slab, bundle, place.device)
+        if here.dtype == there.dtype == torch.float32:
+            torch.sub(here, there, out=place)
+        else:
+            place.copy_(here).sub_(there)
 
 
 def _slabs(shapes: Sequence[tuple[int, ...]], chunk: int, plain_below: int) -> Iterator[Slab]:
@@ -259,32 +310,36 @@ def _bundles(patches: Sequence[Patch], area: int) -> Iterator[tuple[Patch, ...]]
             yield tuple(run)
 
 
-def _regions(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch]) -> list[Tensor]:
-    """Each patch's part of its matrix, as (down, across, h, w); of a plain tensor, as (length,)."""
+def _rectangles(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch]) -> list[Tensor]:
+    """Each patch's part of its matrix, as it lies there; of a plain tensor, as (length,)."""
     if slab.plain:
         return [matrices[p.tensor].view(-1)[p.col : p.col + p.across] for p in bundle]
-    h, w = slab.h, slab.w
+    rows, cols = bundle[0].down * slab.h, bundle[0].across * slab.w
     return [
-        matrices[p.tensor][p.row : p.row + p.down * h, p.col : p.col + p.across * w]
-        .view(p.down, h, p.across, w)
-        .transpose(1, 2)
+        matrix if matrix.shape == (rows, cols) else matrix[p.row : p.row + rows, p.col : p.col + cols]
         for p in bundle
+        for matrix in (matrices[p.tensor],)
     ]
 
 
-def _join(regions: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The regions of a bundle as one tensor, shaped as its `_place`."""
-    if len(regions) == 1:
-        return regions[0].to(device)
-    here = [region.to(device) for region in regions]
-    return torch.cat(here) if here[0].ndim == 1 else torch.stack(here)
+def _join(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch], device: torch.device) -> Tensor:
+    """The patches of a bundle as one tensor, shaped as its `_place`."""
+    rectangles = [rectangle.to(device) for rectangle in _rectangles(matrices, slab, bundle)]
+    if slab.plain:
+        return torch.cat(rectangles)
+    joined = rectangles[0].unsqueeze(0) if len(rectangles) == 1 else torch.stack(rectangles)
+    return joined.view(len(bundle), bundle[0].down, slab.h, bundle[0].across, slab.w).transpose(2, 3)
+
+
+def _takes_strips(bundle: Sequence[Patch], matrices: Sequence[Tensor], coeffs: Tensor) -> bool:
+    target = matrices[bundle[0].tensor]
+    return len(bundle) == 1 and target.dtype == torch.float32 and target.device == coeffs.device
 
 
 def _place(chunks: Tensor, slab: Slab, bundle: Sequence[Patch]) -> Tensor:
-    """The bundle's part of the slab's chunks: (length,) if plain, else (down, across, h, w) of each patch."""
+    """The bundle's part of the slab's chunks: (length,) if plain, else (patches, down, across, h, w)."""
     first, last = bundle[0], bundle[-1]
     end = last.first + last.down * last.across
     if slab.plain:
         return chunks[0, first.first : end]
-    shape = (first.down, first.across, slab.h, slab.w)
-    return chunks[first.first : end].view(shape if len(bundle) == 1 else (len(bundle), *shape))
+    return chunks[first.first : end].view(len(bundle), first.down, first.across, slab.h, slab.w)

@@ -105,7 +105,7 @@ class HeardAll(Heard):
 
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
         parts = (self._codec.decode(reader, slab, self._setting.kernels) for reader in self._readers)
-        return mean(parts, out, over_senders=over_senders)
+        return mean(parts, len(self._readers), out, over_senders=over_senders)
 
 
 @dataclass(frozen=True)

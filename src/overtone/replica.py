@@ -25,7 +25,7 @@ from overtone.codec import Block, Part, kernels_for
 from overtone.errors import MethodError, ModelError, NotFiniteError, OvertoneError, PeerError
 from overtone.exchange import Talk, hold
 from overtone.inner import Closure, InnerStep
-from overtone.layout import Slab
+from overtone.layout import Reading, Slab
 from overtone.methods import Method, decoupled
 from overtone.parameters import Parameters
 from overtone.patterns import Heard, Say, Setting, pattern_for
@@ -214,10 +214,7 @@ class Replica:
         plus, minus = layout.matrices(sources), None if less is None else layout.matrices(less)
         norms = []
         for slab in layout.slabs:
-            signal = layout.read_slab(slab, plus, minus, layout.room(slab, 2, self.device))
-            if scale != 1.0:
-                signal.div_(scale)
-            norms.append(torch.linalg.vector_norm(signal))
+            signal = Reading(layout, slab, plus, minus, scale, self.device, measures=True)
 
             def encode(coeffs: Tensor, slab: Slab = slab) -> Part:
                 block, part = method.codec.encode(coeffs, slab, self.kernels)
@@ -225,6 +222,7 @@ class Replica:
                 return part
 
             method.rule.propose(self._state_of(slab), signal, encode)
+            norms.append(signal.norm)
         return _norm(torch.stack(norms))
 
     def absorb(self, heard: Heard, method: Method) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from overtone.codec import Part
 from overtone.errors import MethodError
+from overtone.layout import Reading
 
 State = dict[str, Tensor]
 Encode = Callable[[Tensor], Part]  # sends what it is given; returns what the receivers will decode
@@ -39,7 +40,7 @@ class Rule(ABC):
         """The state before the first round; ``weights`` are the coefficients of the initial weights."""
 
     @abstractmethod
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
+    def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
         """Send something of the signal through ``encode``; what was sent, as the receivers decode it."""
 
     @abstractmethod
@@ -85,8 +86,8 @@ class Mean(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {}
 
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:  # noqa: ARG002
-        return encode(signal)
+    def propose(self, state: State, signal: Reading, encode: Encode) -> Part:  # noqa: ARG002
+        return encode(signal.tensor())
 
     def withdraw(self, state: State, sent: Part) -> bool:  # noqa: ARG002
         return False
@@ -117,7 +118,7 @@ class DeMo(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {"momentum": torch.zeros_like(weights)}
 
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
+    def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
         return accumulate_and_send(state["momentum"], signal, encode, self.decay, self.release)
 
     def withdraw(self, state: State, sent: Part) -> bool:
@@ -166,9 +167,9 @@ class Outer(Rule):
             state["residual"] = torch.zeros_like(weights)
         return state
 
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
+    def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
         if "residual" not in state:
-            return encode(signal)
+            return encode(signal.tensor())
         return accumulate_and_send(state["residual"], signal, encode, self.decay, self.release)
 
     def withdraw(self, state: State, sent: Part) -> bool:
@@ -213,8 +214,8 @@ class Published(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {"anchor": weights, "momentum": torch.zeros_like(weights), "drift": torch.zeros_like(weights)}
 
-    def propose(self, state: State, signal: Tensor, encode: Encode) -> Part:
-        state["drift"].copy_(signal)
+    def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
+        signal.into(state["drift"])
         return accumulate_and_send(state["momentum"], signal, encode, self.decay, 1.0)
 
     def withdraw(self, state: State, sent: Part) -> bool:
@@ -227,12 +228,9 @@ class Published(Rule):
         return state["anchor"]
 
 
-def accumulate_and_send(store: Tensor, signal: Tensor, encode: Encode, decay: float, release: float) -> Part:
+def accumulate_and_send(store: Tensor, signal: Reading, encode: Encode, decay: float, release: float) -> Part:
     """store ← decay · store + signal, then less ``release`` of what was really sent."""
-    if decay != 1.0:
-        store.mul_(decay)
-    store.add_(signal)
-    sent = encode(store)
+    sent = encode(signal.into(store, keep=decay))
     sent.add_to(store, -release)
     return sent
 

@@ -24,7 +24,7 @@ from overtone.bench.reference import Reference, by_einsum, by_scipy, by_torch_ff
 from overtone.bits import Reader
 from overtone.codec import Block, Part, TopK, kernels_for, mean
 from overtone.kernels import Kernels
-from overtone.layout import Slab
+from overtone.layout import Reading, Slab
 from overtone.rules import accumulate_and_send
 
 Shapes = Sequence[tuple[int, ...]]
@@ -80,13 +80,13 @@ class Ours:
         layout, self.blocks = self.layout, []
         plus, minus = layout.matrices(start), layout.matrices(weights)
         for slab in layout.slabs:
-            drift = layout.read_slab(slab, plus, minus, layout.room(slab, 2, CPU))
 
             def send(coeffs: Tensor, slab: Slab = slab) -> Part:
                 block, part = self.codec.encode(coeffs, slab, self.loops)
                 self.blocks.append(block)
                 return part
 
+            drift = Reading(layout, slab, plus, minus)
             accumulate_and_send(slab.of(self.residual), drift, send, 1.0, 1.0)
 
     def decode(self, weights: Sequence[Tensor]) -> None:
@@ -102,7 +102,7 @@ class Ours:
         matrices = layout.matrices(weights)
         for slab in layout.slabs:
             parts = (self.codec.decode(reader, slab, self.loops) for reader in readers)
-            layout.write_slab(slab, mean(parts, layout.room(slab, 2, CPU), over_senders=False), matrices)
+            layout.write_slab(slab, mean(parts, self.replicas, layout.room(slab, 2, CPU), over_senders=False), matrices)
 
     @property
     def message_bytes(self) -> int:
