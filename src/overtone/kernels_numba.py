@@ -355,5 +355,6 @@ def _unpack_grid(packed: Any, step: Any, bits: int, values: Any) -> None:
 @compiled
 def _add(here: Any, index: Any, values: Any) -> None:
     for r in range(index.shape[0]):
+        row = here[r]
         for i in range(index.shape[1]):
-            here[r, index[r, i]] += values[r, i]
+            row[np.uint64(index[r, i])] += values[r, i]

@@ -139,9 +139,10 @@ class Gathered:
 
     def open(self, message: bytes, expected: Expected, rank: int, mine: Say) -> Letter:
         """A message that will decode: everything in it is read once, and forgotten, before anything is believed. One of
-        another kind than mine (a drain, a round) has another codec; it will not be decoded, but told apart by kind."""
+        another kind than mine (a drain, a round) has another codec; it will not be decoded, but told apart by kind. My
+        own is mine."""
         letter = unseal_message(message, expected, rank, self.setting.seal)
-        if letter.header.kind in WITH_PAYLOAD and letter.header.kind is mine.header.kind:
+        if letter.header.kind in WITH_PAYLOAD and letter.header.kind is mine.header.kind and rank != mine.header.sender:
             reader = Reader(letter.body)
             self.setting.buffers.unpack(reader)
             for slab in self.setting.layout.slabs:

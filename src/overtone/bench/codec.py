@@ -90,10 +90,10 @@ class Ours:
             accumulate_and_send(slab.of(self.residual), drift, send, 1.0, 1.0)
 
     def decode(self, weights: Sequence[Tensor]) -> None:
-        """Everybody's payload is checked from end to end, then read again for the mean, as in a real round."""
+        """The others' payloads are checked from end to end, then all are read for the mean, as in a real round."""
         payload = b"".join(block for block in self.blocks if isinstance(block, bytes))
         layout = self.layout
-        for _ in range(self.replicas):
+        for _ in range(self.replicas - 1):
             reader = Reader(payload)
             for slab in layout.slabs:
                 self.codec.check(reader, slab, self.loops)

@@ -1,0 +1,122 @@
+"""The format, pinned: payloads and messages as bytes, for this implementation and for any other.
+
+`PYTHONPATH=tests python tests/test_vectors.py` writes the vectors anew; a change of any of them is a new wire version.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overtone import kernels, kernels_numba, wire
+from overtone.codec import TopK
+from overtone.wire import Expected, Header, Kind, Seal
+from whole import decode_all, encode_all
+
+FOLDER = Path(__file__).parent / "vectors"
+
+# Name: codec, shapes of the tensors, and values to put somewhere, by position.
+PAYLOADS: dict[str, tuple[TopK, list[tuple[int, ...]], dict[int, float]]] = {
+    "one chunk, 1 bit": (TopK(keep=512, bits=1, chunk=8, transform="none", plain_below=0), [(8, 8)], {}),
+    "2 bits, an exception": (TopK(keep=2048, bits=2, chunk=8, transform="none", plain_below=0), [(8, 8)], {37: -70.0}),
+    "edges, 4 bits": (TopK(keep=1024, bits=4, chunk=8, transform="none", plain_below=20), [(10, 13), (3,), (2, 2)], {}),
+    "8 bits": (TopK(keep=512, bits=8, chunk=8, transform="none", plain_below=0), [(8, 16)], {}),
+    "bf16": (TopK(keep=512, bits=16, chunk=8, transform="none", plain_below=0), [(8, 8)], {3: 1e38}),
+    "fp32": (TopK(keep=64, bits=32, chunk=8, transform="none", plain_below=0), [(8, 8)], {5: 1e-42}),
+    "everything, 1 bit": (TopK(keep=4096, bits=1, chunk=4, transform="none", plain_below=0), [(6, 4)], {}),
+    "nothing but zeros": (TopK(keep=512, bits=2, chunk=8, transform="none", plain_below=0), [(8, 8)], {}),
+    "two slabs": (TopK(keep=1, bits=1, chunk=64, transform="none", plain_below=0), [(64, 64 * 257)], {}),
+}
+MESSAGES: dict[str, tuple[Header, bytes, Seal]] = {
+    "checksum": (
+        Header(Kind.ROUND, 3, 258, 16512, b"\x01run-id\xff", b"schema.1", b"anchor.2", bytes(8)),
+        bytes.fromhex("00112233445566778899"),
+        Seal(),
+    ),
+    "keyed": (
+        Header(Kind.DRAIN, 0, 70000, 4480000, b"\x01run-id\xff", b"schema.1", b"anchor.2", b"counters"),
+        b"",
+        Seal(b"a key that everybody has"),
+    ),
+    "a reason in words": (
+        Header(Kind.FAILURE, 1, 0, 64, b"\x01run-id\xff", b"schema.1", bytes(8), bytes(8)),
+        b"the drift of parameter a.weight has 3 of 9 values that are not finite",
+        Seal(),
+    ),
+}
+
+
+def signal(name: str) -> torch.Tensor:
+    """Numbers that any implementation can make: a linear congruence, scaled to look like noise."""
+    codec, shapes, special = PAYLOADS[name]
+    size = codec.layout(shapes).size
+    state, values = 12345, []
+    for _ in range(size):
+        state = (1103515245 * state + 12345) % 2**31
+        values.append((state / 2**31 - 0.5) * 4)
+    flat = torch.tensor(values) if name != "nothing but zeros" else torch.zeros(size)
+    for position, value in special.items():
+        flat[position] = value
+    return flat
+
+
+def payload_vector(name: str) -> dict[str, Any]:
+    codec, shapes, _ = PAYLOADS[name]
+    payload, sent = encode_all(codec, signal(name), codec.layout(shapes))
+    where = sent.nonzero().view(-1)
+    return {
+        "keep": codec.keep,
+        "bits": codec.bits,
+        "chunk": codec.chunk,
+        "plain_below": codec.plain_below,
+        "shapes": [list(shape) for shape in shapes],
+        "payload": payload.hex(),
+        "decoded": {str(i): sent[i].item() for i in where.tolist()},
+    }
+
+
+def message_vector(name: str) -> dict[str, Any]:
+    header, body, seal = MESSAGES[name]
+    fields = {key: value.hex() if isinstance(value, bytes) else int(value) for key, value in vars(header).items()}
+    return {**fields, "body": body.hex(), "key": seal.key.hex(), "message": wire.seal_message(header, body, seal).hex()}
+
+
+def vectors() -> dict[str, dict[str, dict[str, Any]]]:
+    return {
+        "payloads": {name: payload_vector(name) for name in PAYLOADS},
+        "messages": {name: message_vector(name) for name in MESSAGES},
+    }
+
+
+def committed(kind: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{kind}.json").read_text())[name]
+    return found
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_payloads_are_the_committed_bytes(name: str) -> None:
+    codec, shapes, _ = PAYLOADS[name]
+    layout, vector = codec.layout(shapes), committed("payloads", name)
+    assert payload_vector(name) == vector
+    for loops in (kernels, kernels_numba):
+        assert encode_all(codec, signal(name), layout, loops)[0].hex() == vector["payload"]
+        decoded = decode_all(codec, bytes.fromhex(vector["payload"]), layout, loops)
+        assert {str(i): decoded[i].item() for i in decoded.nonzero().view(-1).tolist()} == vector["decoded"]
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_are_the_committed_bytes(name: str) -> None:
+    header, body, seal = MESSAGES[name]
+    assert message_vector(name) == committed("messages", name)
+    message = bytes.fromhex(committed("messages", name)["message"])
+    letter = wire.unseal_message(message, Expected(header.round, header.run, header.schema), header.sender, seal)
+    assert (letter.header, letter.body) == (header, body)
+
+
+if __name__ == "__main__":
+    for kind, found in vectors().items():
+        (FOLDER / f"{kind}.json").write_text(json.dumps(found, indent=1) + "\n")
