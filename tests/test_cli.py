@@ -155,3 +155,41 @@ def test_demo_shows_its_table(tmp_path: Path) -> None:
     assert [result["method"] for result in json.loads(file.read_text())] == [
         "alone", "ddp", "diloco", "published", "decoupled",
     ]  # fmt: skip
+
+
+def test_plan_says_how_each_tensor_travels() -> None:
+    done = overtone_cli("plan", "--keep", "32", "--width", "96", "--layers", "1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"embed.weight +256x96 +32 of each 64x64 \(4\), 16 of each 64x32 \(4\)", done.stdout)
+    assert re.search(r"blocks.0.mlp_norm.bias +96 +densely, bf16 +192 B", done.stdout)
+    assert "tensors of one axis and those of fewer than 1024 values" in " ".join(done.stdout.split())
+    for method, words in (("diloco", "summed on the way"), ("alone", "nothing is ever sent")):
+        assert words in " ".join(overtone_cli("plan", "--method", method).stdout.split())
+
+
+def test_bench_codec(tmp_path: Path) -> None:
+    file = tmp_path / "codec.json"
+    small = ["--width", "64", "--layers", "1", "--words", "300", "--times", "1", "--json", str(file)]
+    done = overtone_cli("bench", "codec", *small)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    assert {"overtone", "reference, einsum", "reference, scipy.fft", "reference, torch.fft"} <= set(report["paths"])
+    assert report["paths"]["overtone"]["message_bytes"] < report["paths"]["reference, einsum"]["message_bytes"]
+    assert "| path | encode, GB/s |" in done.stdout
+    assert "Peak extra memory" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--keep", "0"], "keep=0"),
+        (["--bits", "3"], "bits=3"),
+        (["--layers", "0"], "layers=0: at least 1"),
+        (["--json", "nowhere/x.json"], "json nowhere/x.json: there is no directory"),
+    ],
+)
+def test_bench_refuses_bad_flags_at_once(flags: list[str], told: str) -> None:
+    done = overtone_cli("bench", "codec", *flags)
+    assert done.returncode != 0
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -22,7 +23,7 @@ from overtone.config import ConfigError, MethodChoice, Simulation
 from overtone.tasks.language import ByteTransformer, ModelSize
 
 err = Console(stderr=True)
-out = Console(highlight=False, soft_wrap=True)
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)  # a file has no width
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from overtone import kernels
-from overtone.bench.reference import Reference, by_einsum, by_scipy, by_torch_fft
+from overtone.bench.reference import TRANSFORMS, Reference
 from overtone.bits import Reader
 from overtone.codec import Block, Part, TopK, kernels_for, mean
 from overtone.kernels import Kernels
@@ -29,7 +29,6 @@ from overtone.rules import accumulate_and_send
 
 Shapes = Sequence[tuple[int, ...]]
 CPU = torch.device("cpu")
-TRANSFORMS = {"einsum": by_einsum, "scipy.fft": by_scipy, "torch.fft": by_torch_fft}
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,9 @@ def _idct_last(y: Tensor) -> Tensor:
     return out
 
 
+TRANSFORMS: dict[str, Transform] = {"einsum": by_einsum, "scipy.fft": by_scipy, "torch.fft": by_torch_fft}
+
+
 @dataclass(frozen=True)
 class Reference:
     """Per-tensor messages of (positions, values)."""
