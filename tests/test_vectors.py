@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from overtone import kernels, kernels_numba, wire
+import overtone
+from overtone import agreement, fingerprint, kernels, kernels_numba, wire
 from overtone.codec import TopK
 from overtone.wire import Expected, Header, Kind, Seal
 from whole import decode_all, encode_all
@@ -85,10 +87,46 @@ def message_vector(name: str) -> dict[str, Any]:
     return {**fields, "body": body.hex(), "key": seal.key.hex(), "message": wire.seal_message(header, body, seal).hex()}
 
 
-def vectors() -> dict[str, dict[str, dict[str, Any]]]:
+def fingerprint_vectors() -> dict[str, Any]:
+    lists: list[list[tuple[list[int], str]]] = [
+        [([3], "float32")],
+        [([2047], "float32")],
+        [([4095], "bfloat16")],
+        [([3, 2048], "float32"), ([], "int64")],
+    ]
+    tensors = [[_counting(shape, dtype) for shape, dtype in one] for one in lists]
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    model[0].weight.requires_grad_(False)
+    named = dict(model.named_parameters()), dict(model.named_buffers())
+    about = {**agreement.introduction(overtone.decoupled(), *named, "shared"), "overtone": "0.0.0", "refused": "raise"}
+    marks = {"0": "0a0b0c0d", "1": "", "10": "01020304"}
+    parts = [b"\x01run-id\xff", (258).to_bytes(4, "little"), json.dumps(marks).encode()]
+    return {
+        "tensors": [
+            {"tensors": one, "fingerprint": fingerprint.of_tensors(made).hex()}
+            for one, made in zip(lists, tensors, strict=True)
+        ],
+        "introduction": {"json": json.dumps(about), "schema": agreement.schema_of(about).hex()},
+        "verdict": {
+            "run": parts[0].hex(),
+            "round": 258,
+            "marks": marks,
+            "plain": Seal().digest(parts).hex(),
+            "key": b"a key".hex(),
+            "keyed": Seal(b"a key").digest(parts).hex(),
+        },
+    }
+
+
+def _counting(shape: list[int], dtype: str) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).to(getattr(torch, dtype)).view(shape)
+
+
+def vectors() -> dict[str, dict[str, Any]]:
     return {
         "payloads": {name: payload_vector(name) for name in PAYLOADS},
         "messages": {name: message_vector(name) for name in MESSAGES},
+        "fingerprints": fingerprint_vectors(),
     }
 
 
@@ -115,6 +153,11 @@ def test_messages_are_the_committed_bytes(name: str) -> None:
     message = bytes.fromhex(committed("messages", name)["message"])
     letter = wire.unseal_message(message, Expected(header.round, header.run, header.schema), header.sender, seal)
     assert (letter.header, letter.body) == (header, body)
+
+
+def test_fingerprints_are_the_committed_ones() -> None:
+    found = json.loads(json.dumps(fingerprint_vectors()))
+    assert found == json.loads((FOLDER / "fingerprints.json").read_text())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,610 @@
+"""docs/wire.md suffices: a decoder written from that page alone, in plain Python, reads the vectors.
+
+Everything above the line "Against overtone" knows nothing of this package and needs the standard library only (and
+pytest); what is below it holds this decoder and overtone to each other on data that no vector has.
+"""
+
+import hashlib
+import hmac
+import json
+import math
+import random
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+VECTORS = Path(__file__).parent / "vectors"
+MESSAGES: dict[str, dict] = json.loads((VECTORS / "messages.json").read_text())
+PAYLOADS: dict[str, dict] = json.loads((VECTORS / "payloads.json").read_text())
+
+# --- The decoder: section 1, messages ---------------------------------------------------------------------------------
+
+HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
+KINDS = range(7)
+KEYED = 0x80
+
+
+@dataclass(frozen=True)
+class Message:
+    """The fields of a message, the flag of the seal's sort apart."""
+
+    kind: int
+    sender: int
+    round: int
+    steps: int
+    run: bytes
+    schema: bytes
+    anchor: bytes
+    counters: bytes
+    body: bytes
+
+
+def seal_of(data: bytes, key: bytes) -> bytes:
+    """The seal of header and body: HMAC-SHA-256 cut to 16 bytes, or CRC-32 where there is no key."""
+    return hmac.digest(key, data, "sha256")[:16] if key else struct.pack("<I", zlib.crc32(data))
+
+
+def write_message(message: Message, key: bytes) -> bytes:
+    """The bytes of a message."""
+    kind = message.kind | (KEYED if key else 0)
+    prints = (message.run, message.schema, message.anchor, message.counters)
+    head = (b"OVTN", 2, kind, message.sender, message.round, message.steps, len(message.body))
+    data = HEADER.pack(*head, *prints) + message.body
+    return data + seal_of(data, key)
+
+
+def read_message(data: bytes, key: bytes, **expected: int | bytes) -> Message:
+    """The message in these bytes; a ValueError for each reason that section 1 lists."""
+    if len(data) < HEADER.size:
+        raise ValueError("shorter than a header")
+    magic, version, flagged, sender, number, steps, length, *prints = HEADER.unpack_from(data)
+    if magic != b"OVTN":
+        raise ValueError("another magic")
+    if version != 2:
+        raise ValueError("another version")
+    if bool(flagged & KEYED) != bool(key):
+        raise ValueError("a seal of the other sort")
+    kind = flagged & ~KEYED
+    if kind not in KINDS:
+        raise ValueError("an unknown kind")
+    end = HEADER.size + length
+    past = end + (16 if key else 4)
+    if past > len(data):
+        raise ValueError("a length beyond what came")
+    if any(data[past:]):
+        raise ValueError("something after the seal")
+    if not hmac.compare_digest(data[end:past], seal_of(data[:end], key)):
+        raise ValueError("a seal that does not match")
+    message = Message(kind, sender, number, steps, *prints, body=data[HEADER.size : end])
+    for name, value in expected.items():
+        if getattr(message, name) != value:
+            raise ValueError(f"another {name}")
+    return message
+
+
+# --- The decoder: section 3.1, which value lies where -----------------------------------------------------------------
+
+SLAB = 1 << 20
+Place = tuple[int, int]  # a tensor, and a value of it in memory order
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A rectangle of equal chunks of one tensor, seen as a matrix."""
+
+    tensor: int
+    columns: int  # of the whole matrix
+    top: int
+    left: int
+    down: int  # chunks
+    across: int
+    height: int  # of a chunk
+    width: int
+
+    def places(self) -> Iterator[Place]:
+        """Chunks row by row, values of a chunk row by row."""
+        for i in range(self.down):
+            for j in range(self.across):
+                for row in range(self.top + i * self.height, self.top + (i + 1) * self.height):
+                    first = row * self.columns + self.left + j * self.width
+                    yield from ((self.tensor, first + column) for column in range(self.width))
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Chunks of one shape that share a block."""
+
+    chunks: int
+    values: int  # in one chunk
+    plain: bool
+
+
+def matrix_of(shape: list[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor: the first axis longer than 1, and all others."""
+    axes = [length for length in shape if length != 1]
+    return (axes[0], math.prod(axes[1:])) if len(axes) > 1 else (1, math.prod(axes))
+
+
+def arrange(shapes: list[list[int]], chunk: int, plain_below: int) -> tuple[list[list[Patch]], list[Place]]:
+    """The patches, listed by the shape of their chunks in flat order, and the plain tensors with their sizes."""
+    groups: dict[tuple[int, int], list[Patch]] = {}
+    plain = []
+    for tensor, shape in enumerate(shapes):
+        rows, columns = matrix_of(shape)
+        if rows == 1 or rows * columns < plain_below:
+            plain.append((tensor, rows * columns))
+            continue
+        down, low = divmod(rows, chunk)
+        across, rest = divmod(columns, chunk)
+        for top, many, height in ((0, down, chunk), (down * chunk, 1, low)):
+            for left, wide, width in ((0, across, chunk), (across * chunk, 1, rest)):
+                if many * wide * height * width:
+                    patch = Patch(tensor, columns, top, left, many, wide, height, width)
+                    groups.setdefault((height, width), []).append(patch)
+    return [groups[shape] for shape in sorted(groups, reverse=True)], plain
+
+
+def flat_order(shapes: list[list[int]], chunk: int, plain_below: int) -> list[Place]:
+    """Which value of which tensor lies at each place of the flat vector."""
+    groups, plain = arrange(shapes, chunk, plain_below)
+    places = [place for group in groups for patch in group for place in patch.places()]
+    return places + [(tensor, index) for tensor, size in plain for index in range(size)]
+
+
+def slabs_of(shapes: list[list[int]], chunk: int, plain_below: int) -> list[Slab]:
+    """The slabs of the flat vector, in order."""
+    groups, plain = arrange(shapes, chunk, plain_below)
+    slabs = []
+    for group in groups:
+        values = group[0].height * group[0].width
+        chunks = sum(patch.down * patch.across for patch in group)
+        run = max(1, SLAB // values)
+        slabs += [Slab(min(run, chunks - start), values, False) for start in range(0, chunks, run)]
+    total = sum(size for _, size in plain)
+    return slabs + [Slab(1, min(SLAB, total - start), True) for start in range(0, total, SLAB)]
+
+
+# --- The decoder: sections 3.2 to 3.4, payloads -----------------------------------------------------------------------
+
+LARGEST = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
+
+
+class Bytes:
+    """A string of bytes that is read from its beginning."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def take(self, count: int) -> bytes:
+        """The next bytes, exactly as many as asked for."""
+        if count > len(self.data) - self.at:
+            raise ValueError("the payload ends too early")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, size: int) -> int:
+        """An unsigned number of so many bytes."""
+        return int.from_bytes(self.take(size), "little")
+
+    def fields(self, count: int, width: int) -> list[int]:
+        """Fields of `width` bits, least significant first."""
+        data = self.take((count * width + 7) // 8)
+        spans = ((i * width, i * width + width) for i in range(count))
+        return [(int.from_bytes(data[b // 8 : (e + 7) // 8], "little") >> b % 8) & ((1 << width) - 1) for b, e in spans]
+
+    def fp32(self, count: int) -> list[float]:
+        """Numbers of binary32."""
+        return list(struct.unpack(f"<{count}f", self.take(4 * count)))
+
+    def bf16(self, count: int) -> list[float]:
+        """Numbers of which only the upper 16 bits of a binary32 are there."""
+        halves = struct.unpack(f"<{count}H", self.take(2 * count))
+        return list(struct.unpack(f"<{count}f", struct.pack(f"<{count}I", *(half << 16 for half in halves))))
+
+
+def fp32(value: float) -> float:
+    """The nearest binary32."""
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def finite(values: list[float], what: str) -> list[float]:
+    """The same values, none of which is infinite or NaN."""
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"{what} that is not finite")
+    return values
+
+
+def read_positions(source: Bytes, c: int, k: int, a: int) -> list[list[int]]:
+    """Section 3.3: of each of c chunks, k ascending positions below a."""
+    n = c * k
+    r = source.number(1)
+    g = (a // k).bit_length() - 1
+    if not max(0, g - 2) <= r <= g + 2:
+        raise ValueError("a width out of range")
+    low = source.fields(n, r)
+    length = source.number(4)
+    if length > (n + c * (a >> r) + 7) // 8:
+        raise ValueError("unary parts that are too long")
+    unary = source.take(length)
+    if unary[-1:] == b"\0":
+        raise ValueError("unary parts that end with a zero byte")
+    ones = [place for place in range(8 * length) if unary[place // 8] >> place % 8 & 1]
+    if len(ones) != n:
+        raise ValueError("another number of ones")
+    high = [one - before - 1 for before, one in zip([-1, *ones], ones, strict=False)]
+    gaps = [(h << r) + rest for h, rest in zip(high, low, strict=True)]
+    chunks = []
+    for start in range(0, n, k):
+        position, positions = -1, []
+        for gap in gaps[start : start + k]:
+            position += gap + 1
+            positions.append(position)
+        if position >= a:
+            raise ValueError("a position beyond the chunk")
+        chunks.append(positions)
+    return chunks
+
+
+def read_values(source: Bytes, c: int, k: int, bits: int) -> list[float]:
+    """Section 3.4: the values of c chunks of k each."""
+    n = c * k
+    if bits == 32:
+        return finite(source.fp32(n), "a value")
+    if bits == 16:
+        return finite(source.bf16(n), "a value")
+    half = 2 ** (bits - 1)
+    steps = source.bf16(c)
+    for step in steps:
+        if not 0 <= step <= LARGEST / max(1, half - 0.5):  # NaN is not
+            raise ValueError("a step out of range")
+    values = [fp32((q - half + 0.5) * steps[i // k]) for i, q in enumerate(source.fields(n, bits))]
+    m = source.number(4)
+    if m > n:
+        raise ValueError("too many exceptions")
+    if m:
+        (places,) = read_positions(source, 1, m, n)
+        for place, value in zip(places, finite(source.bf16(m), "an exception"), strict=True):
+            values[place] = value
+    return values
+
+
+def read_payload(
+    data: bytes, shapes: list[list[int]], keep: int, bits: int, chunk: int, plain_below: int
+) -> dict[int, float]:
+    """Section 3.2: by place in the flat vector, every value that a payload holds."""
+    source = Bytes(data)
+    decoded: dict[int, float] = {}
+    first = 0
+    for slab in slabs_of(shapes, chunk, plain_below):
+        c, a = slab.chunks, slab.values
+        k = a if slab.plain else min(a, max(1, rounded(keep * a, 4096)))
+        positions = read_positions(source, c, k, a) if k < a else [range(a)] * c
+        values = iter(read_values(source, c, k, max(bits, 16) if slab.plain else bits))
+        for i, kept in enumerate(positions):
+            decoded.update((first + i * a + position, next(values)) for position in kept)
+        first += c * a
+    if source.at != len(data):
+        raise ValueError("the payload goes on after the last block")
+    return decoded
+
+
+def rounded(over: int, under: int) -> int:
+    """The whole number nearest to a fraction, the even one of two."""
+    whole, rest = divmod(over, under)
+    return whole + (2 * rest > under or (2 * rest == under and whole % 2 == 1))
+
+
+# --- The decoder: section 6, the fingerprint of a tensor --------------------------------------------------------------
+
+WORD = (1 << 64) - 1
+
+
+def fingerprint(data: bytes) -> bytes:
+    """The fingerprint of a tensor that has these bytes."""
+    words = struct.unpack(f"<{(len(data) + 7) // 8}Q", data + bytes(-len(data) % 8))
+    digests = (hashlib.blake2b(lane.to_bytes(4, "little"), digest_size=8).digest() for lane in range(1024))
+    lanes = [int.from_bytes(digest, "little") | 1 for digest in digests]
+    total = 0
+    for row in range(0, len(words), 1024):
+        full = 8 * (row + 1024) <= len(data)  # of the tensor's own bytes: one completed by filling up is not full
+        u = (row // 1024 + 1) * 0x5851F42D4C957F2C if full else 0
+        total += sum((v + u) * word for v, word in zip(lanes, words[row : row + 1024], strict=False))
+    return ((total & WORD) ^ (len(data) * 0x9E3779B97F4A7C15 & WORD)).to_bytes(8, "little")
+
+
+# --- The vectors ------------------------------------------------------------------------------------------------------
+
+
+def message_vector(name: str) -> tuple[Message, bytes, bytes]:
+    """The fields, the key and the bytes of a message vector."""
+    vector = MESSAGES[name]
+    prints = {field: bytes.fromhex(vector[field]) for field in ("run", "schema", "anchor", "counters", "body")}
+    numbers = {field: vector[field] for field in ("kind", "sender", "round", "steps")}
+    return Message(**numbers, **prints), bytes.fromhex(vector["key"]), bytes.fromhex(vector["message"])
+
+
+def payload_vector(name: str) -> tuple[bytes, Callable[[bytes], dict[int, float]]]:
+    """The bytes of a payload vector, and what reads others with the same codec and shapes."""
+    vector = PAYLOADS[name]
+    settings = {key: vector[key] for key in ("shapes", "keep", "bits", "chunk", "plain_below")}
+    return bytes.fromhex(vector["payload"]), lambda data: read_payload(data, **settings)
+
+
+def without_zeros(decoded: dict[int, float]) -> dict[int, float]:
+    """Only the values that are not zero."""
+    return {place: value for place, value in decoded.items() if value}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_are_read_and_rebuilt(name: str) -> None:
+    """Every field of a message is where the page puts it, and the fields make the same bytes again."""
+    message, key, data = message_vector(name)
+    assert read_message(data, key) == message
+    assert read_message(data + bytes(9), key) == message  # a transport may pad
+    assert write_message(message, key) == data
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_payloads_are_read(name: str) -> None:
+    """Every payload decodes to exactly the values in the vector, at exactly their places."""
+    data, read = payload_vector(name)
+    expected = {int(place): value for place, value in PAYLOADS[name]["decoded"].items()}
+    assert without_zeros(read(data)) == expected
+
+
+def test_the_example_of_the_page() -> None:
+    """A matrix of 130 x 70 with chunks of 64 lies as section 3.1 says, and every value lies somewhere once."""
+    groups, plain = arrange([[130, 70]], 64, 0)
+    found = [(p.height, p.width, p.down * p.across) for group in groups for p in group]
+    assert found == [(64, 64, 2), (64, 6, 2), (2, 64, 1), (2, 6, 1)]
+    assert plain == []
+    order = flat_order([[130, 70]], 64, 0)
+    assert sorted(order) == [(0, index) for index in range(130 * 70)]
+    assert order[64] == (0, 70)  # second row of the first chunk
+    assert order[64 * 64] == (0, 64 * 70)  # the chunk below
+    assert order[2 * 64 * 64] == (0, 64)  # upper right
+    assert order[-12] == (0, 128 * 70 + 64)  # lower right
+
+
+def test_flat_order_by_hand() -> None:
+    """Chunks of one shape lie together whatever their tensor; plain tensors come last, in order."""
+    shapes = [[3], [1, 3, 1, 2], [2, 2], []]
+    whole = [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]
+    assert flat_order(shapes, 2, 0) == [*whole, (1, 4), (1, 5), (0, 0), (0, 1), (0, 2), (3, 0)]
+    assert slabs_of(shapes, 2, 0) == [Slab(2, 4, False), Slab(1, 2, False), Slab(1, 4, True)]
+    assert slabs_of(shapes, 2, 5) == [Slab(1, 4, False), Slab(1, 2, False), Slab(1, 8, True)]
+    assert slabs_of([[2048, 1025], [SLAB - 1], [2]], 1024, 0) == [
+        Slab(1, SLAB, False),
+        Slab(1, SLAB, False),
+        Slab(2, 1024, False),
+        Slab(1, SLAB, True),
+        Slab(1, 1, True),
+    ]
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+def put(data: bytes, at: int, new: str) -> bytes:
+    """The same bytes, but with others (in hexadecimal) from a place on."""
+    other = bytes.fromhex(new)
+    return data[:at] + other + data[at + len(other) :]
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_damaged_messages_are_refused(name: str) -> None:
+    """A message that was cut, extended or altered anywhere is refused, with key and without."""
+    message, key, data = message_vector(name)
+    for length in range(len(data)):
+        with pytest.raises(ValueError):  # noqa: PT011
+            read_message(data[:length], key)
+    for at in range(len(data)):
+        with pytest.raises(ValueError):  # noqa: PT011
+            read_message(put(data, at, f"{data[at] ^ 1:02x}"), key)
+    with pytest.raises(ValueError, match="after the seal"):
+        read_message(data + b"\0\1", key)
+    with pytest.raises(ValueError, match="other sort"):
+        read_message(data, b"" if key else b"a key")
+    with pytest.raises(ValueError, match="does not match"):
+        read_message(write_message(message, b"one key"), b"another")
+    with pytest.raises(ValueError, match="does not match"):
+        read_message(data[:-1] + bytes([data[-1] ^ 0x80]), key)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_unexpected_messages_are_refused(name: str) -> None:
+    """A sealed message is refused if it is of another kind, sender, run, schema, round or version."""
+    message, key, data = message_vector(name)
+    expected = {field: getattr(message, field) for field in ("sender", "run", "schema", "round")}
+    assert read_message(data, key, **expected) == message
+    others = {"sender": 7, "run": b"another.", "schema": b"another.", "round": 1}
+    for field, value in others.items():
+        with pytest.raises(ValueError, match=f"another {field}"):
+            read_message(write_message(replace(message, **{field: value}), key), key, **expected)
+    with pytest.raises(ValueError, match="unknown kind"):
+        read_message(write_message(replace(message, kind=7), key), key)
+    for at, new, reason in ((0, "4f56544d", "magic"), (4, "01", "version"), (16, "ff" * 8, "beyond")):
+        broken = put(data[: HEADER.size + len(message.body)], at, new)
+        with pytest.raises(ValueError, match=reason):
+            read_message(broken + seal_of(broken, key), key)
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_cut_and_extended_payloads_are_refused(name: str) -> None:
+    """A payload has one length: without its last bytes, or with more, it is refused."""
+    data, read = payload_vector(name)
+    for length in {0, 1, len(data) // 2, len(data) - 1}:
+        with pytest.raises(ValueError):  # noqa: PT011
+            read(data[:length])
+    with pytest.raises(ValueError, match="goes on"):
+        read(data + b"\0")
+
+
+# Of "one chunk, 1 bit": width 02, low parts 5f2d, length 03000000, unary parts a84903, step 6d40, codes 13, exceptions.
+ONE_BIT = [
+    ("a width out of range", "00 5f2d 03000000 a84903 6d40 13 00000000"),
+    ("a width out of range", "06 000000000000 01000000 ff 6d40 13 00000000"),
+    ("too long", "02 5f2d 04000000 a8490001 6d40 13 00000000"),
+    ("zero byte", "02 5f2d 03000000 ff0000 6d40 13 00000000"),
+    ("number of ones", "02 5f2d 03000000 a84907 6d40 13 00000000"),
+    ("number of ones", "02 5f2d 03000000 a84901 6d40 13 00000000"),
+    ("number of ones", "02 5f2d 00000000 6d40 13 00000000"),
+    ("beyond the chunk", "02 5f2d 03000000 a84981 6d40 13 00000000"),
+    ("a step", "02 5f2d 03000000 a84903 c07f 13 00000000"),
+    ("a step", "02 5f2d 03000000 a84903 807f 13 00000000"),
+    ("a step", "02 5f2d 03000000 a84903 6dc0 13 00000000"),
+    ("too many exceptions", "02 5f2d 03000000 a84903 6d40 13 09000000"),
+    ("too many exceptions", "02 5f2d 03000000 a84903 6d40 13 ffffffff"),
+    ("an exception", "02 5f2d 03000000 a84903 6d40 13 01000000 03 00 01000000 01 807f"),
+    ("a width out of range", "02 5f2d 03000000 a84903 6d40 13 01000000 00 01000000 01 803f"),
+    ("beyond the chunk", "02 5f2d 03000000 a84903 6d40 13 01000000 03 00 01000000 02 803f"),
+]
+
+
+@pytest.mark.parametrize(("reason", "payload"), ONE_BIT)
+def test_impossible_payloads_are_refused(reason: str, payload: str) -> None:
+    """What section 3 tells receivers to refuse is refused, for that reason."""
+    _, read = payload_vector("one chunk, 1 bit")
+    with pytest.raises(ValueError, match=reason):
+        read(bytes.fromhex(payload))
+
+
+def test_exceptions_take_the_place_of_codes() -> None:
+    """Exceptions are placed by the list of kept values: the last one, or all of them (then still with positions)."""
+    data, read = payload_vector("one chunk, 1 bit")
+    places = list(read(data))
+    one = read(data[:-4] + bytes.fromhex("01000000 03 07 01000000 01 803f"))
+    assert one == read(data) | {places[7]: 1.0}
+    every = read(data[:-4] + bytes.fromhex("08000000 00 01000000 ff") + bytes.fromhex("803f") * 8)
+    assert every == dict.fromkeys(places, 1.0)
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    """Infinite and NaN values are refused at 16 and 32 bits, also in plain tensors."""
+    for name, infinite, nan in (
+        ("bf16", "80ff", "c07f"),
+        ("fp32", "0000807f", "0100807f"),
+        ("edges, 4 bits", "807f", "81ff"),
+    ):
+        data, read = payload_vector(name)
+        for new in (infinite, nan):
+            with pytest.raises(ValueError, match="a value"):
+                read(put(data, len(data) - len(new) // 2, new))
+
+
+def test_largest_step() -> None:
+    """A step is refused only if a code could stand for more than fp32 holds: 127.5 steps at 8 bits, 7.5 at 4."""
+    for name, at, largest, beyond in (("8 bits", 14, "007c", "017c"), ("edges, 4 bits", 12, "087e", "097e")):
+        data, read = payload_vector(name)
+        step = struct.unpack("<f", b"\0\0" + bytes.fromhex(largest))[0]
+        most = max(abs(value) for value in read(put(data, at, largest)).values())
+        assert 4 * step < most <= LARGEST
+        with pytest.raises(ValueError, match="a step"):
+            read(put(data, at, beyond))
+
+
+# --- Against overtone -------------------------------------------------------------------------------------------------
+
+SHAPES: dict[str, list[list[int]]] = {
+    "one matrix": [[64, 64]],
+    "edges": [[130, 70], [7], [64, 6]],
+    "many axes": [[5, 1, 9], [4, 3, 3, 3], [1, 33, 1], [2, 2], [], [1, 1], [12, 8]],
+    "plain only": [[100], [1, 50], [3, 3]],
+}
+SETTINGS = [
+    (1, 1, 64),
+    (100, 1, 8),
+    (512, 2, 16),
+    (1024, 4, 8),
+    (4095, 8, 5),
+    (4096, 1, 16),
+    (700, 16, 64),
+    (64, 32, 7),
+]
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_flat_order_is_that_of_overtone(shapes: list[list[int]]) -> None:
+    """The flat vector that overtone reads from tensors has each value where the page says that it lies."""
+    import torch
+
+    from overtone.codec import TopK
+
+    for plain_below in (0, 10, 100):
+        for chunk in (5, 8, 64):
+            layout = TopK(chunk=chunk, transform="none", plain_below=plain_below).layout(shapes)
+            tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+            values = [tensor.reshape(-1).tolist() for tensor in tensors]
+            order = flat_order(shapes, chunk, plain_below)
+            flat = layout.read(tensors, layout.empty(torch.device("cpu")))
+            assert flat.tolist() == [values[tensor][index] for tensor, index in order]
+            cuts = [Slab(slab.chunks, slab.area, slab.plain) for slab in layout.slabs]
+            assert slabs_of(shapes, chunk, plain_below) == cuts
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("keep", "bits", "chunk"), SETTINGS)
+def test_reads_what_overtone_encodes(shapes: list[list[int]], keep: int, bits: int, chunk: int) -> None:
+    """A payload of random values, some far off, decodes to what its sender says it sent; damaged, to what overtone
+    reads in it, and is refused exactly if overtone refuses it."""
+    import torch
+
+    from overtone.codec import TopK
+    from overtone.errors import WireError
+    from whole import decode_all, encode_all
+
+    codec = TopK(keep=keep, bits=bits, chunk=chunk, transform="none", plain_below=10)
+    layout = codec.layout(shapes)
+    noise = torch.randn(layout.size, generator=torch.Generator().manual_seed(keep))
+    payload, sent = encode_all(codec, noise**5, layout)
+
+    def read(data: bytes) -> dict[int, float]:
+        return read_payload(data, shapes, keep, bits, chunk, plain_below=10)
+
+    def nonzero(flat: torch.Tensor) -> dict[int, float]:
+        return without_zeros(dict(enumerate(flat.tolist())))
+
+    assert without_zeros(read(payload)) == nonzero(sent)
+    dice = random.Random(keep)
+    for _ in range(12):
+        damaged = bytearray(payload)
+        # Often near the beginning, where widths and lengths are, or at the end, where exceptions are counted.
+        at = dice.choice((dice.randrange(len(payload)), dice.randrange(min(8, len(payload))), -dice.randint(1, 6)))
+        damaged[at] = dice.choice((0, 255, damaged[at] ^ 1 << dice.randrange(8)))
+        try:
+            expected = nonzero(decode_all(codec, bytes(damaged), layout))
+        except WireError:
+            with pytest.raises(ValueError):  # noqa: PT011
+                read(bytes(damaged))
+        else:
+            assert without_zeros(read(bytes(damaged))) == expected
+
+
+def test_fingerprints_are_those_of_overtone() -> None:
+    """Section 6 in plain Python: several rows, one not full, one that only filling up completes, none at all."""
+    import torch
+
+    from overtone.fingerprint import of_tensor, of_tensors
+
+    dice = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(3, 2048, generator=dice),  # three rows, nothing left
+        torch.randn(2 * 2048 + 77, generator=dice),  # two rows and some words, the last half full
+        torch.randn(2047, generator=dice),  # 1024 words, the last half full
+        torch.randn(4095, generator=dice).bfloat16(),
+        torch.randn(4096 + 1001, generator=dice).bfloat16(),
+        torch.randn(8, 8, 6, 7, generator=dice).to(memory_format=torch.channels_last),
+        torch.randint(-9, 9, (5, 3), generator=dice),
+        torch.tensor([True, False, True]),
+        torch.tensor(1.5),
+        torch.empty(0),
+    ]
+    prints = [fingerprint(bytes(tensor.reshape(-1).view(torch.uint8).tolist())) for tensor in tensors]
+    assert prints == [of_tensor(tensor).to_bytes(8, "little") for tensor in tensors]
+    assert hashlib.blake2b(b"".join(prints), digest_size=8).digest() == of_tensors(tensors)
+    assert hashlib.blake2b(prints[0], digest_size=8).digest() == of_tensors(tensors[:1])  # of one, too
