@@ -1,6 +1,7 @@
 """Corners where a replica could silently train something else than it should."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import overtone
 from overtone import Cluster, Replica, Solo
 from overtone.errors import MethodError, MismatchError, ModelError, PeerError, StateError
+from overtone.exchange import hold
 from scenario import CONSENSUS, METHODS, backward, batches, build, largest_difference, run_cluster, weights
 
 
@@ -342,3 +344,42 @@ def test_initial_weights_that_did_not_arrive_are_found(monkeypatch: pytest.Monke
     monkeypatch.setattr(Seat, "broadcast", miss)
     with pytest.raises(MismatchError, match=r"the initial weights differ: .* on ranks 0, 1; .* on rank 2"):
         Cluster(build, overtone.decoupled(), replicas=3)
+
+
+def test_a_residual_that_overflows_is_told_by_name() -> None:
+    """A finite drift on top of a residual at the end of fp32: refused at the sender, naming the parameter, and what was
+    said before it was found out is taken back."""
+    replica = Replica(*build(0), overtone.decoupled(every=1, transform="none"), Solo())
+    name = "up.weight"
+    place = list(replica.parameters.trainable).index(name)
+    backward(replica, next(batches(0)))
+    replica.step()
+    for slab in replica.layout.slabs:
+        for chunk in range(slab.chunks):
+            if not slab.plain and slab.tensor_of(chunk, 0) == place:
+                slab.of(replica.state["residual"])[chunk, 5] = math.inf
+    before = {key: value.clone() for key, value in replica.state.items()}
+    own = weights(replica)
+    backward(replica, next(batches(0)))
+    with pytest.raises(PeerError, match=f"rank 0 could not take part: the residual of parameter {name} is not finite"):
+        hold(replica.rounding(), replica.transport)
+    assert torch.equal(replica.state["anchor"], before["anchor"])
+    assert torch.equal(replica.state["momentum"], before["momentum"])
+    drift = float((replica.state["residual"] - before["residual"]).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    assert drift < 1e-6
+    parameters = [key for key, _ in replica.model.named_parameters()]
+    assert all(torch.equal(weights(replica)[key], own[key]) for key in parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_half_precision_weights_are_no_trouble(dtype: torch.dtype) -> None:
+    """The norm of a tensor may exceed its own type's range; its drift is finite all the same."""
+    model = nn.Linear(200, 200).to(dtype)
+    with torch.no_grad():
+        model.weight.fill_(1000.0)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=1.0), overtone.diloco(every=1), Solo())
+    model.weight.grad = torch.ones_like(model.weight)
+    model.bias.grad = torch.zeros_like(model.bias)
+    record = replica.step()
+    assert record is not None
+    assert math.isfinite(record.drift_norm)

@@ -203,6 +203,7 @@ class Replica:
                 norm = self._encode(method, blocks)
             except NotFiniteError as error:  # a finite signal, but the sum with what was there already is not
                 self._withdraw(method, blocks)
+                blocks.clear()
                 kind, why = Kind.FAILURE, self.parameters.overflow(error.tensor, self.steps)
         say = Say(self._header(kind), method.codec, blocks, why)
         return _Proposal(method, say, norm, time.perf_counter() - begin, before)
@@ -378,7 +379,7 @@ class Replica:
         is touched; a norm that fits fp32 tells in one fast pass that all is well."""
         sources, less = self.signal.sources()
         moved = sources if less is None else less
-        norms = torch.stack([torch.linalg.vector_norm(t).to(torch.float32) for t in moved])
+        norms = torch.stack([_norm32(t) for t in moved])
         if bool(torch.isfinite(norms).all()):
             return ""
         signal = sources if less is None else [a.float() - b.float() for a, b in zip(sources, less, strict=True)]
@@ -389,6 +390,12 @@ class Replica:
 
     def _loss_scale(self) -> float:
         return 1.0 if self.signal.inner_first else self._inner_step.scale
+
+
+def _norm32(tensor: Tensor) -> Tensor:
+    narrow = tensor.element_size() < 4  # in their own type the norms of ordinary tensors overflow
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if narrow else None)
+    return norm.to(torch.float32)
 
 
 def _norm(flat: Tensor) -> float:
