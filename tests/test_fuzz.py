@@ -39,7 +39,7 @@ class Receiver:
         model = nn.BatchNorm1d(3)
         self.layout = CODEC.layout(SHAPES)
         buffers = overtone.buffers.Buffers(model, "shared")
-        self.setting = Setting(self.layout, loops, buffers, seal, 0, torch.device("cpu"))
+        self.setting = Setting(self.layout, loops, buffers, seal, torch.device("cpu"))
         self.gathered = Gathered(self.setting)
         dice = torch.Generator().manual_seed(0)
         flat = torch.randn(self.layout.size, generator=dice)

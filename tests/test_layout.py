@@ -59,7 +59,7 @@ def test_slabs_cut_anywhere_and_lose_nothing(shapes: list[tuple[int, int]], slab
     assert starts == [sum(s.size for s in layout.slabs[:i]) for i in range(len(starts))]
     tensors = [torch.randn(shape) for shape in [*shapes, (300,)]]
     flat = layout.read(tensors, layout.empty(torch.device("cpu")))
-    whole = Layout(layout.shapes, chunk=4, plain_below=20, basis=None)
+    whole = Layout([*shapes, (300,)], chunk=4, plain_below=20, basis=None)
     assert torch.equal(flat, whole.read(tensors, whole.empty(torch.device("cpu"))))  # the order does not depend on it
     back = [torch.empty_like(t) for t in tensors]
     layout.write(flat, back)

@@ -3,6 +3,7 @@ policy says so, goes on without it; and no weight is touched by a round that doe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +32,10 @@ class Tampered(Torch):
         self.spoil = spoil
         self.at_round = at_round
 
-    def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:
-        heard = super().gather(message, equal=equal)
+    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
+        heard = super().gather(message, most=most)
         said = heard[LIAR]
-        is_round = said[:4] == MAGIC and said[5] & 0x7F == Kind.ROUND
+        is_round = said[:4] == MAGIC and said[5] & 0x7F in (Kind.ROUND, Kind.ABSTAIN, Kind.FAILURE)
         if self.spoil is not None and is_round and int.from_bytes(said[8:12], "little") == self.at_round:
             heard[LIAR] = self.spoil(said)
         return heard
@@ -70,10 +71,13 @@ def lies() -> dict[str, str]:
     rank = dist.get_rank()
     told: dict[str, str] = {}
 
-    def attempt(name: str, spoil: Spoil | None, method: overtone.Method) -> None:
+    def attempt(name: str, spoil: Spoil | None, method: overtone.Method, poisoned: bool = False) -> None:
         replica = Replica(*build(rank), method, Tampered(spoil))
         train(replica, method.every or 1)
         before = replica.fingerprint
+        if poisoned:
+            with torch.no_grad():
+                replica.parameters.exchanged[0].fill_(math.nan)
         try:
             train(replica, method.every or 1)
             told[name] = "no error"
@@ -86,6 +90,7 @@ def lies() -> dict[str, str]:
     attempt("one of them", flip if last else None, METHODS["decoupled"])
     attempt("two tongues", reseal if last else None, replace(METHODS["decoupled"], codec=overtone.codec.TopK(bits=32)))
     attempt("header of a sum", flip_header if last else None, METHODS["diloco"])
+    attempt("header of a failure", flip_header if last else None, METHODS["diloco"], poisoned=rank == LIAR)
     attempt("gradients", flip if last else None, METHODS["demo"])
     return told
 
@@ -99,12 +104,12 @@ def test_every_rank_refuses_alike_and_names_the_sender(tmp_path: Path) -> None:
         "all others": "round 1: the message of rank 1 was refused by rank 0: checksum",
         "one of them": "round 1: the message of rank 1 was refused by rank 2: checksum",
         "two tongues": "round 1: the message of rank 1 was refused because not every rank heard the same",
+        "header of a sum": "round 1: the message of rank 1 was refused by rank 2: checksum",
+        "header of a failure": "round 1: the message of rank 1 was refused by rank 2: checksum",
         "gradients": "round 1: the message of rank 1 was refused by rank 2: checksum",
     }.items():
         assert {t[name].startswith(refused) for t in told} == {True}, [t[name] for t in told]
         assert len({t[name] for t in told}) == 1
-    for t in told:
-        assert t["header of a sum"].startswith("round 1: the header of rank 1 was refused")
 
 
 def leaving_out() -> dict[str, object]:
@@ -206,10 +211,10 @@ def test_a_message_of_an_earlier_round_or_run_is_refused() -> None:
         said: list[bytes]
         replay: bytes | None = None
 
-        def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:
-            if not equal:
+        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
+            if most is not None:
                 self.said = [*getattr(self, "said", []), message]
-            return [message if self.replay is None or equal else self.replay]
+            return [message if self.replay is None or most is None else self.replay]
 
     worlds_apart = [Recorder(), Recorder()]
     replicas = [Replica(*build(0), overtone.decoupled(every=1), world) for world in worlds_apart]
@@ -234,3 +239,75 @@ def test_a_message_of_an_earlier_round_or_run_is_refused() -> None:
 def hold_round(replica: Replica) -> None:
     """A round without a local step before it, so that any change of a weight is the round's."""
     overtone.exchange.hold(replica.rounding(), replica.transport)
+
+
+def overflows() -> dict[str, str]:
+    """Rank 1's gradient overflows under a scaler, and rank 2 cannot read the header that says so."""
+    rank = dist.get_rank()
+    spoil = flip_header if rank == 2 else None
+    replica = Replica(*build(rank), METHODS["ddp"], Tampered(spoil))
+    train(replica, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    x, y = next(batches(rank))
+    replica.inner.zero_grad()
+    scaler.scale(torch.nn.functional.cross_entropy(replica.model(x), y)).backward()
+    if rank == LIAR:
+        replica.model.up.weight.grad.fill_(math.inf)  # type: ignore[union-attr]
+    try:
+        replica.step(scaler=scaler)
+        return {"told": "no error"}
+    except PeerError as error:
+        return {"told": str(error)}
+
+
+def test_a_damaged_header_parts_nobody(tmp_path: Path) -> None:
+    """Whatever a header said that one rank could not read, all ranks take the same way from there."""
+    found = worlds.run(overflows, size=3, folder=tmp_path)
+    for result in found:
+        assert "value" in result, result
+        assert result["value"]["told"].startswith("round 1: the message of rank 1 was refused by rank 2: checksum")
+
+
+def giants() -> str:
+    """Rank 1 announces a message that nobody could hold."""
+    rank = dist.get_rank()
+    transport = Torch()
+    try:
+        if rank == LIAR:
+            sizes = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
+            dist.all_gather(sizes, torch.tensor([1 << 62]))
+            return "announced"
+        transport.gather(b"x" * 10, most=1000)
+        return "no error"
+    except PeerError as error:
+        return str(error)
+
+
+def test_an_absurd_length_is_refused_before_any_memory_is_taken(tmp_path: Path) -> None:
+    found = worlds.run(giants, size=2, folder=tmp_path)
+    assert found[0]["value"].startswith(f"rank 1 announces a message of {1 << 62} bytes, where 1000 are the most")
+
+
+def deaf() -> dict[str, str]:
+    """Rank 2 can read nobody: by «leave out» everybody else would have to go."""
+    rank = dist.get_rank()
+
+    class Deaf(Torch):
+        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
+            heard = super().gather(message, most=most)
+            if rank == 2 and message[5:6] == bytes([Kind.ROUND]) and message[:4] == MAGIC:
+                return [m if r == rank else flip(m) for r, m in enumerate(heard)]
+            return heard
+
+    replica = Replica(*build(rank), METHODS["decoupled"], Deaf(), refused="leave out")
+    try:
+        train(replica, replica.method.every or 1)
+        return {"told": "no error"}
+    except PeerError as error:
+        return {"told": str(error)}
+
+
+def test_one_that_reads_nobody_does_not_expel_everybody(tmp_path: Path) -> None:
+    for result in worlds.run(deaf, size=3, folder=tmp_path):
+        assert "value" in result, result
+        assert "the message of rank 0 was refused by rank 2" in result["value"]["told"]

@@ -88,8 +88,9 @@ def test_the_key_comes_from_argument_or_environment(monkeypatch: pytest.MonkeyPa
     assert Seal.with_key(None) == Seal(b"from outside")
     assert Seal.with_key("given") == Seal.with_key(b"given") == Seal(b"given")
     assert "given" not in repr(Seal(b"given"))
-    with pytest.raises(MethodError, match="key: a int"):
-        Seal.with_key(5)  # type: ignore[arg-type]
+    for bad, told in ((5, "key: a int"), ("", "key: an empty one"), (b"", "key: an empty one")):
+        with pytest.raises(MethodError, match=told):
+            Seal.with_key(bad)  # type: ignore[arg-type]
 
 
 @settings(max_examples=200, deadline=None)

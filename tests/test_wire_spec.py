@@ -304,16 +304,20 @@ def rounded(over: int, under: int) -> int:
 WORD = (1 << 64) - 1
 
 
+def fold(z: int) -> int:
+    """s(z) of section 6."""
+    return z ^ (z >> 32)
+
+
 def fingerprint(data: bytes) -> bytes:
     """The fingerprint of a tensor that has these bytes."""
-    words = struct.unpack(f"<{(len(data) + 7) // 8}Q", data + bytes(-len(data) % 8))
     digests = (hashlib.blake2b(lane.to_bytes(4, "little"), digest_size=8).digest() for lane in range(1024))
     lanes = [int.from_bytes(digest, "little") | 1 for digest in digests]
     total = 0
-    for row in range(0, len(words), 1024):
-        full = 8 * (row + 1024) <= len(data)  # of the tensor's own bytes: one completed by filling up is not full
-        u = (row // 1024 + 1) * 0x5851F42D4C957F2C if full else 0
-        total += sum((v + u) * word for v, word in zip(lanes, words[row : row + 1024], strict=False))
+    for row, start in enumerate(range(0, len(data), 8192)):
+        words = struct.unpack("<1024Q", data[start : start + 8192].ljust(8192, b"\0"))
+        h = sum(v * fold(word) for v, word in zip(lanes, words, strict=True)) + (row + 1) * 0x5851F42D4C957F2D
+        total += fold(fold(h & WORD) * 0xD6E8FEB86659FD93 & WORD)
     return ((total & WORD) ^ (len(data) * 0x9E3779B97F4A7C15 & WORD)).to_bytes(8, "little")
 
 

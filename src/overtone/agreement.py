@@ -34,7 +34,7 @@ def schema_of(about: dict[str, object]) -> bytes:
 
 def compare_introductions(introductions: Mapping[int, bytes]) -> None:
     """Refuse replicas that introduced themselves differently; maps rank to what it said."""
-    abouts = {rank: json.loads(raw.rstrip(b"\0")) for rank, raw in introductions.items()}
+    abouts = {rank: _read_introduction(rank, raw) for rank, raw in introductions.items()}
     differences = [
         f"{key}: {_camps({rank: about.get(key, 'absent') for rank, about in abouts.items()})}"
         for key in _differing(list(abouts.values()))
@@ -45,9 +45,19 @@ def compare_introductions(introductions: Mapping[int, bytes]) -> None:
         )
 
 
+def _read_introduction(rank: int, raw: bytes) -> dict[str, object]:
+    try:
+        about = json.loads(raw)
+    except (RecursionError, ValueError) as error:
+        raise MismatchError(f"introduction of rank {rank}: cannot be read ({error!r})") from error
+    if not isinstance(about, dict):
+        raise MismatchError(f"introduction of rank {rank}: not an object of names and values")
+    return about
+
+
 def compare_saved(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
     """Refuse a saved state of another model or method. Versions may differ: the state's form is what counts."""
-    keys = [key for key in _differing([saved, here]) if key not in ("overtone", "wire")]
+    keys = [key for key in _differing([saved, here]) if key not in ("overtone", "wire", "refused")]
     differences = [
         f"{key}: {saved.get(key, 'absent')} in the saved state, {here.get(key, 'absent')} here" for key in keys
     ]

@@ -73,7 +73,7 @@ class Buffers:
         for name, shared in zip(self.floats, self.shared, strict=True):
             if name not in named or named[name].shape != shared.shape:
                 return f'buffer {name} was removed or resized; build the Replica with buffers="private"'
-            if bool((~torch.isfinite(named[name]) & (named[name] != shared)).any()):
+            if bool((~torch.isfinite(named[name].float()) & (named[name] != shared)).any()):
                 return f"buffer {name} has values that are not finite; lower the learning rate, go on from a checkpoint"
         return ""
 

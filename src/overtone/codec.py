@@ -6,8 +6,6 @@ Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,28 +21,7 @@ from overtone.layout import Layout, Slab
 
 BITS = (1, 2, 4, 8, 16, 32)
 FULL_CHUNK = 64 * 64  # `keep` counts coefficients per chunk of this area; other chunks keep in proportion
-MOST_CHUNK = 1024  # sums over larger chunks would not be exact any more (kernels.quantise)
-NUMBA_FROM = 1 << 22  # values of a model from which compiled loops are worth loading
-
-
-def kernels_for(size: int, device: torch.device) -> Kernels:
-    """The inner loops to use for a model of ``size`` values: compiled ones where numba is installed and it pays.
-
-    ``OVERTONE_KERNELS`` set to ``torch`` or ``numba`` decides otherwise. Both make the same bytes.
-    """
-    wish = os.environ.get("OVERTONE_KERNELS", "")
-    if wish not in ("", "torch", "numba"):
-        raise MethodError(f"OVERTONE_KERNELS={wish}: choose torch or numba, or leave it unset")
-    pays = size >= NUMBA_FROM and importlib.util.find_spec("numba") is not None
-    if device.type != "cpu" or wish == "torch" or not (pays or wish == "numba"):
-        return kernels
-    try:
-        from overtone import kernels_numba
-    except ImportError as error:
-        if wish:
-            raise MethodError(f"OVERTONE_KERNELS=numba: {error}; pip install 'overtone[fast]'") from error
-        return kernels  # installed, but not for this Python or numpy
-    return kernels_numba
+MOST_CHUNK = 1024  # sums over larger chunks would not be exact any more (loops.quantise)
 
 
 @dataclass(frozen=True)
@@ -54,7 +31,7 @@ class Part:
 
     index: Tensor | None  # (c, k) int64, ascending
     values: Tensor  # (c, k) float32
-    kernels: Kernels = kernels
+    loops: Kernels = kernels
 
     def add_to(self, here: Tensor, scale: float = 1.0) -> None:
         """here += scale · self. Two elementwise operations in a fixed order, so the result is the same everywhere."""
@@ -62,7 +39,7 @@ class Part:
         if self.index is None:
             here.add_(values.to(here.device))
         else:
-            self.kernels.add(here, self.index, values)
+            self.loops.add(here, self.index, values)
 
     def over(self, divisor: Tensor) -> Part:
         return replace(self, values=self.values / divisor.to(self.values.device))
@@ -89,15 +66,15 @@ class Codec(Protocol):
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout: ...
 
-    def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = kernels) -> tuple[Block, Part]:
+    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = kernels) -> tuple[Block, Part]:
         """The block of a slab's coefficients (c, a), and what receivers will decode from it."""
         ...
 
-    def decode(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> Part:
+    def decode(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> Part:
         """The part whose block comes next. Raises `WireError`; whatever the bytes, time and memory are bounded."""
         ...
 
-    def check(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> None:
+    def check(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> None:
         """Go past the next block; raises exactly if `decode` would."""
         ...
 
@@ -112,16 +89,16 @@ class Dense:
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
         return Layout.flat(shapes)
 
-    def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = kernels) -> tuple[Block, Part]:  # noqa: ARG002
+    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = kernels) -> tuple[Block, Part]:  # noqa: ARG002
         sent = coeffs.clone()
         return sent, Part(None, sent)
 
-    def decode(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> Part:  # noqa: ARG002
+    def decode(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> Part:  # noqa: ARG002
         values = reader.tensor(slab.size, torch.float32, "values").view(slab.chunks, slab.area)
         return Part(None, _finite(values, "values"))
 
-    def check(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> None:
-        self.decode(reader, slab, kernels)
+    def check(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> None:
+        self.decode(reader, slab, loops)
 
 
 @dataclass(frozen=True)
@@ -179,38 +156,38 @@ class TopK:
         """Bits per value of the slab."""
         return max(self.bits, 16) if slab.plain else self.bits
 
-    def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = kernels) -> tuple[Block, Part]:
+    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = kernels) -> tuple[Block, Part]:
         k = self.kept(slab)
         if k == slab.area:
             index, chosen = None, coeffs
         else:
-            index = kernels.select(coeffs, k)
+            index = loops.select(coeffs, k)
             chosen = coeffs.gather(1, index)
         # NaN and infinity are the strongest of all, so they are among the chosen.
         if not bool(torch.isfinite(chosen.sum())):
             _name_not_finite(coeffs, slab)
-        data, values = encode_values(chosen, self.width(slab), kernels)
+        data, values = encode_values(chosen, self.width(slab), loops)
         if index is not None:
-            data = kernels.pack_positions(index, slab.area) + data
-        return data, Part(index, values, kernels)
+            data = loops.pack_positions(index, slab.area) + data
+        return data, Part(index, values, loops)
 
-    def decode(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> Part:
-        index, values = self._open(reader, slab, kernels)
-        return Part(index, values(), kernels)
+    def decode(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> Part:
+        index, values = self._open(reader, slab, loops)
+        return Part(index, values(), loops)
 
-    def check(self, reader: Reader, slab: Slab, kernels: Kernels = kernels) -> None:
-        self._open(reader, slab, kernels)
+    def check(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> None:
+        self._open(reader, slab, loops)
 
-    def _open(self, reader: Reader, slab: Slab, kernels: Kernels) -> tuple[Tensor | None, Values]:
+    def _open(self, reader: Reader, slab: Slab, loops: Kernels) -> tuple[Tensor | None, Values]:
         k = self.kept(slab)
         shape, where = (slab.chunks, k), f"chunks of {slab.h}x{slab.w}"
         index = None
         if k < slab.area:
-            index = kernels.unpack_positions(reader, shape, slab.area, f"positions, {where}")
-        return index, open_values(reader, shape, self.width(slab), where, kernels)
+            index = loops.unpack_positions(reader, shape, slab.area, f"positions, {where}")
+        return index, open_values(reader, shape, self.width(slab), where, loops)
 
 
-def encode_values(values: Tensor, bits: int, kernels: Kernels = kernels) -> tuple[bytes, Tensor]:
+def encode_values(values: Tensor, bits: int, loops: Kernels = kernels) -> tuple[bytes, Tensor]:
     """(c, k) values to their bytes and to what those bytes decode to.
 
     16 and 32 bits are bf16 and fp32 as they are. Fewer are codes on a uniform grid with one step per chunk; at one bit
@@ -223,17 +200,17 @@ def encode_values(values: Tensor, bits: int, kernels: Kernels = kernels) -> tupl
     if bits == 16:
         narrow = narrow_bf16(values)
         return tensor_bytes(narrow), narrow.float()
-    step, codes, far = kernels.quantise(values, bits)
+    step, codes, far = loops.quantise(values, bits)
     decoded = grid(codes, step, bits)
-    data = tensor_bytes(step) + kernels.pack_codes(codes, bits) + far.numel().to_bytes(4, "little")
+    data = tensor_bytes(step) + loops.pack_codes(codes, bits) + far.numel().to_bytes(4, "little")
     if far.numel():
         exact = narrow_bf16(values.reshape(-1)[far])
         decoded.view(-1)[far] = exact.float()
-        data += kernels.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
+        data += loops.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
     return data, decoded
 
 
-def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, kernels: Kernels = kernels) -> Values:
+def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, loops: Kernels = kernels) -> Values:
     """(c, k) values from their bytes: the inverse of `encode_values`. Everything is verified now; the values are worked
     out when they are asked for."""
     c, k = shape
@@ -253,12 +230,12 @@ def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, k
     if count > c * k:
         raise WireError(f"{what}: {count} of {c * k} values; the message is corrupt")
     if not count:
-        return lambda: kernels.unpack_grid(codes, step, k, bits)
-    far = kernels.unpack_positions(reader, (1, count), c * k, what).view(-1)
+        return lambda: loops.unpack_grid(codes, step, k, bits)
+    far = loops.unpack_positions(reader, (1, count), c * k, what).view(-1)
     exact = _finite(reader.tensor(count, torch.bfloat16, what), what).float()
 
     def values() -> Tensor:
-        decoded = kernels.unpack_grid(codes, step, k, bits)
+        decoded = loops.unpack_grid(codes, step, k, bits)
         decoded.view(-1)[far] = exact
         return decoded
 

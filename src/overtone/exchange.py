@@ -19,13 +19,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Gather:
-    """``equal``: everybody's message is known to be as long as this one, so lengths need not be told first."""
+    """``equal``: everybody's message is known to be as long as this one, so lengths need not be told first. Otherwise
+    ``most`` is how long a message may be, whatever its sender says."""
 
     message: bytes
     equal: bool = False
+    most: int = 0
 
     def carry(self, transport: Transport) -> list[bytes]:
-        return transport.gather(self.message, equal=self.equal)
+        return transport.gather(self.message, most=None if self.equal else self.most)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from overtone import agreement, fingerprint
+from overtone.errors import WireError
 from overtone.exchange import Broadcast, Gather, Talk
-from overtone.patterns import refusing
+from overtone.patterns import WORDS, refusing
 from overtone.wire import Expected, Header, Kind, seal_message, unseal_message
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ def greet(replica: Replica) -> Talk[None]:
     replica.buffers.remember()
     replica.signal.begin()
     weights = replica.layout.read(replica.parameters.tensors, replica.layout.empty(replica.device))
-    replica.state = replica.method.rule.begin(weights, lossless=replica.method.codec.lossless)
+    # Who may be left out of a round must be able to owe what it said.
+    lossless = replica.method.codec.lossless and replica.refused == "raise"
+    replica.state = replica.method.rule.begin(weights, lossless=lossless)
     anchor = fingerprint.of_tensors(replica.anchor_tensors())
     heard = yield from _tell(replica, fingerprint.of_tensors(everything) + anchor)
     agreement.compare_initial_weights(peers, [body[:8] for body in heard])
@@ -44,9 +47,12 @@ def greet(replica: Replica) -> Talk[None]:
 def _tell(replica: Replica, body: bytes) -> Talk[Sequence[bytes]]:
     """Everybody's body, by rank. The schema stays out of it: a difference is to be told in words."""
     header = Header(Kind.GREETING, replica.transport.rank, 0, 0, replica.run, NOBODY, NOBODY, NOBODY)
-    heard = yield Gather(seal_message(header, body, replica.seal))
+    heard = yield Gather(seal_message(header, body, replica.seal), most=WORDS + 4 * len(body))
     bodies = []
     for rank, message in zip(replica.transport.peers, heard, strict=True):
         with refusing(f"greeting of rank {rank}", 0):
-            bodies.append(unseal_message(message, Expected(0, replica.run, NOBODY), rank, replica.seal).body)
+            letter = unseal_message(message, Expected(0, replica.run, NOBODY), rank, replica.seal)
+            if letter.header.kind is not Kind.GREETING or len(letter.body) < 16:
+                raise WireError("greeting: another kind of message, or too short a one")
+            bodies.append(letter.body)
     return bodies

@@ -8,7 +8,10 @@ Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib.util
+import os
+import sys
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,10 +26,12 @@ from overtone.bits import (
     unpack_fields,
     unpack_flags,
 )
-from overtone.errors import WireError
+from overtone.errors import MethodError, WireError
 
 EXCEPTIONAL = 4.0  # a value this many times its chunk's mean (more, where the grid reaches further) is an exception
+_ROWS = 64
 PASSES = 3  # of assigning levels and refitting the step
+NUMBA_FROM = 1 << 22  # values of a model from which compiled loops are worth loading
 FRACTION = 24  # bits to which magnitudes are known when a step is fitted
 
 
@@ -46,6 +51,29 @@ class Kernels(Protocol):
     def unpack_grid(self, packed: bytes, step: Tensor, k: int, bits: int) -> Tensor: ...
 
     def add(self, here: Tensor, index: Tensor, values: Tensor) -> None: ...
+
+    def row_hashes(self, words: Tensor, weights: Tensor) -> Tensor: ...
+
+
+def kernels_for(size: int, device: torch.device) -> Kernels:
+    """The loops to use for ``size`` values: compiled ones where numba is installed and it pays.
+
+    ``OVERTONE_KERNELS`` set to ``torch`` or ``numba`` decides otherwise. Both make the same bytes.
+    """
+    plain = cast(Kernels, sys.modules[__name__])
+    wish = os.environ.get("OVERTONE_KERNELS", "")
+    if wish not in ("", "torch", "numba"):
+        raise MethodError(f"OVERTONE_KERNELS={wish}: choose torch or numba, or leave it unset")
+    pays = size >= NUMBA_FROM and importlib.util.find_spec("numba") is not None
+    if device.type != "cpu" or wish == "torch" or not (pays or wish == "numba"):
+        return plain
+    try:
+        from overtone import kernels_numba
+    except ImportError as error:
+        if wish:
+            raise MethodError(f"OVERTONE_KERNELS=numba: {error}; pip install 'overtone[fast]'") from error
+        return plain  # installed, but not for this Python or numpy
+    return kernels_numba
 
 
 def select(coeffs: Tensor, k: int) -> Tensor:
@@ -198,3 +226,18 @@ def add(here: Tensor, index: Tensor, values: Tensor) -> None:
     """here[chunk, index] += values, in place. Positions are unique within a chunk."""
     index, values = index.to(here.device), values.to(here.device)
     here.scatter_(1, index, here.gather(1, index) + values)
+
+
+# -- fingerprints --------------------------------------------------------------------------------------------------
+
+
+def row_hashes(words: Tensor, weights: Tensor) -> Tensor:
+    """(r, l) 64-bit words and (l,) weights to (r,): Σ weight · (word ^ word >> 32) modulo 2**64, for each row."""
+    mixed = torch.empty_like(words[:_ROWS])
+    hashes = torch.empty(len(words), dtype=torch.int64, device=words.device)
+    for first in range(0, len(words), _ROWS):  # in blocks that stay in the cache
+        some = words[first : first + _ROWS]
+        here = torch.bitwise_right_shift(some, 32, out=mixed[: len(some)])
+        here.bitwise_and_(0xFFFFFFFF).bitwise_xor_(some).mul_(weights)  # int64 wraps, as modulo 2**64 must
+        torch.sum(here, dim=1, out=hashes[first : first + _ROWS])
+    return hashes

@@ -26,7 +26,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def compiled(function: F) -> F:
     # No fastmath: it would round differently from torch.
-    return cast(F, numba.njit(cache=True, nogil=True)(function))
+    try:
+        return cast(F, numba.njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # nowhere to keep the result: installed read-only, no home
+        return cast(F, numba.njit(nogil=True)(function))
 
 
 def select(coeffs: Tensor, k: int) -> Tensor:
@@ -85,6 +88,12 @@ def unpack_grid(packed: bytes, step: Tensor, k: int, bits: int) -> Tensor:
 
 def add(here: Tensor, index: Tensor, values: Tensor) -> None:
     _add(here.numpy(), index.numpy(), values.contiguous().numpy())
+
+
+def row_hashes(words: Tensor, weights: Tensor) -> Tensor:
+    hashes = np.empty(len(words), np.int64)
+    _row_hashes(words.numpy().view(np.uint64), weights.numpy().view(np.uint64), hashes.view(np.uint64))
+    return torch.from_numpy(hashes)
 
 
 # -- compiled loops ------------------------------------------------------------------------------------------------
@@ -358,3 +367,13 @@ def _add(here: Any, index: Any, values: Any) -> None:
         row = here[r]
         for i in range(index.shape[1]):
             row[np.uint64(index[r, i])] += values[r, i]
+
+
+@compiled
+def _row_hashes(words: Any, weights: Any, hashes: Any) -> None:
+    for r in range(words.shape[0]):
+        row = words[r]
+        total = np.uint64(0)
+        for i in range(row.size):
+            total += (row[i] ^ (row[i] >> np.uint64(32))) * weights[i]
+        hashes[r] = total

@@ -92,10 +92,9 @@ class Layout:
     def __init__(
         self, shapes: Sequence[Sequence[int]], *, chunk: int, plain_below: int, basis: dct.Basis | None
     ) -> None:
-        self.shapes = [tuple(shape) for shape in shapes]
         self._matrix_shapes = [matrix_shape(shape) for shape in shapes]
         self.basis = basis
-        self.slabs = tuple(_slabs(self.shapes, chunk, plain_below))
+        self.slabs = tuple(_slabs(shapes, chunk, plain_below))
         self.size = sum(slab.size for slab in self.slabs)
         self._rooms: dict[torch.device, Tensor] = {}
 
@@ -232,7 +231,7 @@ class Reading:
             place.copy_(here).sub_(there)
 
 
-def _slabs(shapes: Sequence[tuple[int, ...]], chunk: int, plain_below: int) -> Iterator[Slab]:
+def _slabs(shapes: Sequence[Sequence[int]], chunk: int, plain_below: int) -> Iterator[Slab]:
     """Chunks of equal shape together, larger shapes first, plain tensors last; within that, in the tensors' order."""
     patches: dict[tuple[int, int], list[Patch]] = defaultdict(list)
     plain: list[Patch] = []

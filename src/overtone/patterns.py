@@ -24,10 +24,10 @@ from overtone.errors import MethodError, PeerError, WireError
 from overtone.exchange import Gather, Sum, Talk
 from overtone.kernels import Kernels
 from overtone.layout import Layout, Slab
-from overtone.transport import Transport
 from overtone.wire import Expected, Header, Kind, Letter, Seal, seal_message, unseal_message
 
 WITH_PAYLOAD = (Kind.ROUND, Kind.DRAIN)
+WORDS = 1 << 20  # bytes that a reason, a dispute or a greeting may take
 POLICIES = ("raise", "leave out")  # for a rank whose message is refused
 
 
@@ -74,13 +74,18 @@ class Setting:
     kernels: Kernels
     buffers: Buffers
     seal: Seal
-    rank: int
     device: torch.device
     refused: str = "raise"
 
     def __post_init__(self) -> None:
         if self.refused not in POLICIES:
             raise MethodError(f"refused={self.refused!r}: choose one of {', '.join(map(repr, POLICIES))}")
+
+    @property
+    def longest(self) -> int:
+        """Bytes that no message of a round exceeds, whatever it says: twice the values in fp32, and some more."""
+        numbers = self.layout.size + sum(shared.numel() for shared in self.buffers.shared)
+        return 8 * numbers + 64 * len(self.layout.slabs) + WORDS
 
 
 # -- gathered ------------------------------------------------------------------------------------------------------
@@ -115,26 +120,23 @@ class Gathered:
     setting: Setting
 
     def converse(self, say: Say, expected: Expected, peers: Sequence[int]) -> Talk[Heard]:
-        seal = self.setting.seal
-        heard = yield Gather(seal_message(say.header, self._body(say), seal))
+        heard = yield Gather(seal_message(say.header, self._body(say), self.setting.seal), most=self.setting.longest)
         begin = time.perf_counter()
-        letters: dict[int, Letter] = {}
-        refused: dict[int, str] = {}
+        read = Read(peers)
         for rank, message in zip(peers, heard, strict=True):
-            try:
-                letters[rank] = self.open(message, expected, rank, say)
-            except WireError as error:
-                refused[rank] = str(error)
+            with read.refusing(rank):
+                read.letters[rank] = self.open(message, expected, rank, say)
         seconds = time.perf_counter() - begin
-        left_out = yield from self._settle(say.header, expected, letters, refused, peers)
-        opened = HeardAll({r: letter for r, letter in letters.items() if r not in left_out}, self.setting, say.codec)
+        left_out = yield from settle(read, say.header, expected, self.setting)
+        counted = {rank: letter for rank, letter in read.letters.items() if rank not in left_out}
+        opened = HeardAll(counted, self.setting, say.codec)
         opened.left_out = left_out
         opened.seconds = seconds
         return opened
 
     def _body(self, say: Say) -> bytes:
         if say.header.kind not in WITH_PAYLOAD:
-            return say.why.encode()
+            return in_words(say.why)
         return b"".join([self.setting.buffers.pack(), *(block for block in say.blocks if isinstance(block, bytes))])
 
     def open(self, message: bytes, expected: Expected, rank: int, mine: Say) -> Letter:
@@ -142,7 +144,8 @@ class Gathered:
         another kind than mine (a drain, a round) has another codec; it will not be decoded, but told apart by kind. My
         own is mine."""
         letter = unseal_message(message, expected, rank, self.setting.seal)
-        if letter.header.kind in WITH_PAYLOAD and letter.header.kind is mine.header.kind and rank != mine.header.sender:
+        kind = letter.header.kind
+        if kind in WITH_PAYLOAD and kind is mine.header.kind and rank != mine.header.sender:
             reader = Reader(letter.body)
             self.setting.buffers.unpack(reader)
             for slab in self.setting.layout.slabs:
@@ -150,32 +153,51 @@ class Gathered:
             reader.end()
         return letter
 
-    def _settle(
-        self,
-        mine: Header,
-        expected: Expected,
-        letters: Mapping[int, Letter],
-        refused: Mapping[int, str],
-        peers: Sequence[int],
-    ) -> Talk[dict[int, str]]:
-        """Who is left out of this round, and why: nobody if all have read the same; else the same ranks everywhere."""
-        marks = {rank: letters[rank].seal.hex() if rank in letters else "" for rank in peers}
-        digest = self.setting.seal.digest([mine.run, mine.round.to_bytes(4, "little"), json.dumps(marks).encode()])
-        verdicts = yield Gather(digest, equal=True)
-        if not refused and all(verdict == digest for verdict in verdicts):
-            return {}
-        # Trouble: everybody tells what it read of whom, and all come to the same conclusion.
-        body = json.dumps({"marks": marks, "refused": refused}).encode()
-        heard = yield Gather(seal_message(replace(mine, kind=Kind.DISPUTE), body, self.setting.seal))
-        disputes = {}
-        for rank, message in zip(peers, heard, strict=True):
-            with refusing(f"dispute of rank {rank}", expected.round):
-                disputes[rank] = _read_dispute(unseal_message(message, expected, rank, self.setting.seal))
-        left_out = {rank: why for rank in peers if (why := _complaint(rank, disputes))}
-        whole = "; ".join(f"the message of rank {rank} was refused {why}" for rank, why in left_out.items())
-        if self.setting.refused == "raise" or len(left_out) == len(peers):
-            raise PeerError(f"round {expected.round}: {whole}")
-        return left_out
+
+# -- agreeing on who is heard --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Read:
+    """What this rank could read of whom."""
+
+    peers: Sequence[int]
+    letters: dict[int, Letter] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+
+    @contextmanager
+    def refusing(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except WireError as error:
+            self.refused[rank] = str(error)
+
+    @property
+    def marks(self) -> dict[int, str]:
+        """By sender: the seal of its message, empty if it was refused."""
+        return {rank: self.letters[rank].seal.hex() if rank in self.letters else "" for rank in self.peers}
+
+
+def settle(read: Read, mine: Header, expected: Expected, setting: Setting) -> Talk[dict[int, str]]:
+    """Who is left out of this round, and why: nobody if all have read the same; else the same ranks everywhere."""
+    marks = json.dumps(read.marks).encode()
+    digest = setting.seal.digest([mine.run, mine.round.to_bytes(4, "little"), marks])
+    verdicts = yield Gather(digest, equal=True)
+    if not read.refused and all(verdict == digest for verdict in verdicts):
+        return {}
+    # Trouble: everybody tells what it read of whom, and all come to the same conclusion.
+    body = json.dumps({"marks": read.marks, "refused": read.refused}).encode()
+    heard = yield Gather(seal_message(replace(mine, kind=Kind.DISPUTE), body, setting.seal), most=WORDS)
+    disputes = {}
+    for rank, message in zip(read.peers, heard, strict=True):
+        with refusing(f"dispute of rank {rank}", expected.round):
+            disputes[rank] = _read_dispute(unseal_message(message, expected, rank, setting.seal))
+    left_out = {rank: why for rank in read.peers if (why := _complaint(rank, disputes))}
+    # If most would have to go, the fault is rather with who could not read them.
+    if setting.refused == "raise" or 2 * len(left_out) > len(read.peers):
+        told = "; ".join(f"the message of rank {rank} was refused {why}" for rank, why in left_out.items())
+        raise PeerError(f"round {expected.round}: {told or 'the verdict of a rank was damaged on the way'}")
+    return left_out
 
 
 @dataclass(frozen=True)
@@ -185,10 +207,12 @@ class Dispute:
 
 
 def _read_dispute(letter: Letter) -> Dispute:
+    if letter.header.kind is not Kind.DISPUTE:
+        raise WireError(f"kind: {letter.header.kind.name.lower()} where a dispute is due")
     try:
         body = json.loads(letter.body)
         marks, refused = ({int(rank): str(text) for rank, text in body[key].items()} for key in ("marks", "refused"))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise WireError(f"dispute: {error!r}; the message is corrupt") from error
     return Dispute(marks, refused)
 
@@ -233,36 +257,26 @@ class HeardSum(Heard):
 
 @dataclass(frozen=True)
 class Summed:
-    """Headers are gathered, then the network adds the payloads up: [ values | floating buffers | refusals by rank ]."""
+    """Headers are gathered and agreed on, then the network adds the payloads up: [ values | floating buffers ]."""
 
     setting: Setting
-    size: int
 
     def converse(self, say: Say, expected: Expected, peers: Sequence[int]) -> Talk[Heard]:
         seal = self.setting.seal
         heard = yield Gather(seal_message(say.header, b"", seal), equal=True)
-        headers: list[Header] = []
-        refusals = torch.zeros(self.size)
-        complaints = []
+        read = Read(peers)
         for rank, message in zip(peers, heard, strict=True):
-            try:
-                headers.append(unseal_message(message, expected, rank, seal).header)
-            except WireError as error:
-                refusals[rank] = 1.0
-                complaints.append(f"the header of rank {rank} was refused: {error}")
+            with read.refusing(rank):
+                read.letters[rank] = unseal_message(message, expected, rank, seal)
+        yield from settle(read, say.header, expected, self.setting)  # from here on all know the same kinds
+        headers = [letter.header for letter in read.letters.values()]
         if any(header.kind is Kind.FAILURE for header in headers):
             return (yield from self._reasons(say, expected, peers, headers))
         if any(header.kind not in WITH_PAYLOAD for header in headers):
             return HeardSum(headers, self.setting)
-        total = yield Sum(torch.cat([*self._numbers(say), refusals.to(self.setting.device)]))
-        numbers, refusals = total[: -self.size], total[-self.size :].cpu()
-        if bool(refusals.any()):
-            others = [
-                f"the header of rank {r} was refused by another rank" for r in refusals.nonzero().view(-1).tolist()
-            ]
-            raise PeerError(f"round {expected.round}: {'; '.join(complaints or others)}")
+        total = yield Sum(torch.cat(self._numbers(say)))
         # Divided by a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
-        return HeardSum(headers, self.setting, numbers / torch.tensor(float(len(headers)), device=total.device))
+        return HeardSum(headers, self.setting, total / torch.tensor(float(len(headers)), device=total.device))
 
     def _numbers(self, say: Say) -> list[Tensor]:
         blocks = [block.view(-1) for block in say.blocks if isinstance(block, Tensor)]
@@ -270,12 +284,16 @@ class Summed:
 
     def _reasons(self, say: Say, expected: Expected, peers: Sequence[int], headers: list[Header]) -> Talk[Heard]:
         """Whoever failed says why, in words."""
-        heard = yield Gather(seal_message(say.header, say.why.encode(), self.setting.seal))
+        heard = yield Gather(seal_message(say.header, in_words(say.why), self.setting.seal), most=WORDS)
         why = {}
         for rank, message in zip(peers, heard, strict=True):
             with refusing(f"message of rank {rank}", expected.round):
                 why[rank] = unseal_message(message, expected, rank, self.setting.seal).body.decode(errors="replace")
         return HeardSum(headers, self.setting, reasons=why)
+
+
+def in_words(why: str) -> bytes:
+    return why.encode()[: WORDS // 2]
 
 
 @contextmanager
@@ -286,5 +304,11 @@ def refusing(what: str, index: int) -> Iterator[None]:
         raise PeerError(f"round {index}: the {what} was refused: {error}") from error
 
 
-def pattern_for(codec: Codec, setting: Setting, transport: Transport) -> Pattern:
-    return Summed(setting, transport.size) if codec.reduces else Gathered(setting)
+def pattern_for(codec: Codec, setting: Setting) -> Pattern:
+    if not codec.reduces:
+        return Gathered(setting)
+    if setting.refused != "raise":
+        raise MethodError(
+            f"refused={setting.refused!r}: payloads that are summed on the way leave nobody out; use 'raise'"
+        )
+    return Summed(setting)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from overtone.codec import TopK
 from overtone.compare import human_bytes
-from overtone.layout import Layout, Slab
+from overtone.layout import Slab
 from overtone.methods import Method
 from overtone.wire import HEADER_BYTES, Seal
 
@@ -50,14 +50,9 @@ def how(method: Method, shape: tuple[int, ...]) -> tuple[str, float]:
 
 def bits_of(codec: TopK, slab: Slab) -> float:
     """The least a slab can take: log2 C(a, k) for positions, k · bits for values, 16 for each scale. Messages are
-    within 6 % of it: tests/test_codec.py."""
+    within 6 % of it while less than half of a chunk is kept: tests/test_codec.py."""
     k, width = codec.kept(slab), codec.width(slab)
     return slab.chunks * (math.log2(math.comb(slab.area, k)) + k * width + (16 if width < 16 else 0))
-
-
-def message_bound(codec: TopK, layout: Layout) -> float:
-    """Bytes that the payload of a model cannot undercut if positions are spread evenly."""
-    return sum(bits_of(codec, slab) for slab in layout.slabs) / 8
 
 
 def _sum(method: Method, payload: float, parameters: int, replicas: int) -> str:
@@ -72,7 +67,7 @@ def _sum(method: Method, payload: float, parameters: int, replicas: int) -> str:
         dense = (
             f"\nThe strongest coefficients of each chunk travel at {codec.bits} bit{'s' if codec.bits > 1 else ''}; "
             f"densely travel tensors of one axis and those of fewer than {codec.plain_below} values. Sizes are the "
-            "least possible: real messages are within 6 % of it, and longer where a chunk has outliers."
+            "least possible: real messages are within 6 % of it if at most half is kept; outliers add to it."
         )
     return (
         f"{method.name}: {parameters / 1e6:.2f} M parameters, {human_bytes(round(message))} per message, every "

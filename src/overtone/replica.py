@@ -21,17 +21,18 @@ from torch import Tensor, nn
 from overtone import agreement, fingerprint, greeting, saving
 from overtone.bits import Reader
 from overtone.buffers import Buffers
-from overtone.codec import Block, Part, kernels_for
+from overtone.codec import Block, Part
 from overtone.errors import MethodError, ModelError, NotFiniteError, OvertoneError, PeerError
 from overtone.exchange import Talk, hold
 from overtone.inner import Closure, InnerStep
+from overtone.kernels import kernels_for
 from overtone.layout import Reading, Slab
 from overtone.methods import Method, decoupled
 from overtone.parameters import Parameters
 from overtone.patterns import Heard, Say, Setting, pattern_for
 from overtone.record import Round
 from overtone.transport import Count, Transport, connect
-from overtone.wire import Expected, Header, Kind, Seal
+from overtone.wire import MOST_REPLICAS, Expected, Header, Kind, Seal
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Replica:
         self.inner = inner
         self.method = method or decoupled()
         self.transport = transport or connect()
+        if self.transport.size > MOST_REPLICAS:
+            raise MethodError(f"transport: {self.transport.size} replicas; a message can name {MOST_REPLICAS}")
         self.steps = 0  # local steps since the beginning
         self.rounds = 0
         self.steps_at_round = 0  # value of `steps` at the last round
@@ -86,14 +89,16 @@ class Replica:
         self.signal = self.method.signal(exchanged)
         self.kernels = kernels_for(self.layout.size, self.device)
         self.seal = Seal.with_key(key)
-        setting = Setting(self.layout, self.kernels, self.buffers, self.seal, self.transport.rank, self.device, refused)
-        self._pattern = pattern_for(self.method.codec, setting, self.transport)
+        setting = Setting(self.layout, self.kernels, self.buffers, self.seal, self.device, refused)
+        self._pattern = pattern_for(self.method.codec, setting)
+        self.refused = refused
         self.about = agreement.introduction(self.method, self.parameters.all, self.buffers.named(), self.buffers.policy)
         self.about["refused"] = refused
         self.schema = agreement.schema_of(self.about)
         self.run = bytes(8)  # agreed upon in the greeting
         self._inner_step = InnerStep(inner, exchanged)
         self._proposal: _Proposal | None = None
+        self.broken = ""  # why no further round is possible
         self._showing_anchor = False
         if join:
             hold(self.joining(), self.transport)
@@ -192,8 +197,9 @@ class Replica:
         kind = Kind.ROUND if method is self.method else Kind.DRAIN
         blocks: list[Block] = []
         norm = math.nan
-        why = self._not_finite()
-        if why:
+        if why := self.broken:
+            kind = Kind.FAILURE
+        elif why := self._not_finite():
             abstains = self._inner_step.may_overflow and not self.signal.inner_first
             kind = Kind.ABSTAIN if abstains else Kind.FAILURE
         elif why := self.parameters.thawed() or self.buffers.trouble():
@@ -201,10 +207,12 @@ class Replica:
         else:
             try:
                 norm = self._encode(method, blocks)
-            except NotFiniteError as error:  # a finite signal, but the sum with what was there already is not
-                self._withdraw(method, blocks)
+            except NotFiniteError as error:
+                # A finite signal, but the sum with what was there already is not: part of the state has moved, and all
+                # of it is lost anyway.
                 blocks.clear()
-                kind, why = Kind.FAILURE, self.parameters.overflow(error.tensor, self.steps)
+                self.broken = self.parameters.overflow(error.tensor, self.steps)
+                kind, why = Kind.FAILURE, self.broken
         say = Say(self._header(kind), method.codec, blocks, why)
         return _Proposal(method, say, norm, time.perf_counter() - begin, before)
 
@@ -322,19 +330,21 @@ class Replica:
         rounds: list[Round] = []
         ledger = self.transport.ledger
         ledger.phase = "finish"
-        if self.method.every is not None and self.steps > self.steps_at_round:
-            rounds.append((yield from self.rounding()))
-        if "residual" in self.state:
-            self.method.rule.close(self.state)
-            for _ in range(self.method.drain):
-                last = yield from self.rounding(self.method.draining())
-                rounds.append(last)
-            self.state["residual"].zero_()
-        if self.method.consensus:
-            if "anchor" in self.state:
-                self.show(self.state["anchor"])
-            yield from self._converse(Say(self._header(Kind.FINISH), self.method.codec))
-        ledger.phase = "rounds"
+        try:
+            if self.method.every is not None and self.steps > self.steps_at_round:
+                rounds.append((yield from self.rounding()))
+            if "residual" in self.state:
+                self.method.rule.close(self.state)
+                for _ in range(self.method.drain):
+                    last = yield from self.rounding(self.method.draining())
+                    rounds.append(last)
+                self.state["residual"].zero_()
+            if self.method.consensus:
+                if "anchor" in self.state:
+                    self.show(self.state["anchor"])
+                yield from self._converse(Say(self._header(Kind.FINISH), self.method.codec))
+        finally:
+            ledger.phase = "rounds"
         return rounds
 
     def show(self, coeffs: Tensor) -> None:
@@ -379,7 +389,7 @@ class Replica:
         is touched; a norm that fits fp32 tells in one fast pass that all is well."""
         sources, less = self.signal.sources()
         moved = sources if less is None else less
-        norms = torch.stack([_norm32(t) for t in moved])
+        norms = torch.stack([_norm32(t).to(self.device) for t in moved])
         if bool(torch.isfinite(norms).all()):
             return ""
         signal = sources if less is None else [a.float() - b.float() for a, b in zip(sources, less, strict=True)]

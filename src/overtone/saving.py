@@ -49,6 +49,7 @@ def restore(replica: Replica, saved: Mapping[str, Any]) -> None:
     for name, count in counts.items():
         setattr(replica, name, count)
     replica.transport.ledger.load_state_dict(ledger)
+    replica.broken = ""
 
 
 def share(replica: Replica) -> dict[str, Any]:

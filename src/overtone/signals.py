@@ -136,11 +136,11 @@ class Silence:
 def _dense_gradient(p: nn.Parameter) -> Tensor:
     if p.grad is None:
         return torch.zeros_like(p, memory_format=torch.contiguous_format)
-    return p.grad.to_dense() if p.grad.is_sparse else p.grad
+    return p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach()
 
 
 def _place_for(p: nn.Parameter) -> Tensor:
     """Where to put an answer: the gradient itself if it is dense and exact enough, else a new fp32 tensor."""
     if p.grad is not None and p.grad.dtype == torch.float32 and not p.grad.is_sparse:
-        return p.grad
+        return p.grad.detach() if p.grad.requires_grad else p.grad
     return torch.empty(p.shape, dtype=torch.float32, device=p.device)

@@ -60,11 +60,11 @@ class Seat:
             )
         return found
 
-    def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:  # noqa: ARG002
+    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:  # noqa: ARG002
         messages = [laid.message for laid in self._laid(Gather)]
         # As a real gather does: sizes first, then buffers of one length.
         longest = max(map(len, messages))
-        if not equal:
+        if most is not None:
             self.ledger.gathered(SIZE_BYTES, len(messages))
         self.ledger.gathered(longest, len(messages))
         return [message.ljust(longest, b"\0") for message in messages]
@@ -204,11 +204,16 @@ class Cluster:
         while len(results) < len(talks):
             self.table.laid.clear()
             self.table.total = None
+            errors = []
             for rank, talk in talks.items():
                 try:
                     self.table.laid[rank] = talk.send(heard[rank])
                 except StopIteration as end:
                     results[rank] = end.value
+                except OvertoneError as error:  # the others shall hear of it too, and take back what they said
+                    errors.append(error)
+            if errors:
+                raise errors[0]
             if self.table.laid and results:
                 raise OvertoneError(
                     f"ranks {sorted(results)} ended the conversation, ranks {sorted(self.table.laid)} did not"

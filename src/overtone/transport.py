@@ -103,9 +103,9 @@ class Transport(Protocol):
         """The ranks that take part in this round, in order."""
         ...
 
-    def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:
-        """Everybody's message, in rank order. Messages may come back with zeros behind them. ``equal``: all are as long
-        as this one."""
+    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
+        """Everybody's message, in rank order. Messages may come back with zeros behind them. None may be longer than
+        ``most`` bytes; None says that all are as long as this one."""
         ...
 
     def sum(self, buffer: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Solo:
     def __init__(self) -> None:
         self.ledger = Ledger()
 
-    def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:  # noqa: ARG002
+    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:  # noqa: ARG002
         return [message]
 
     def sum(self, buffer: Tensor) -> Tensor:
@@ -156,22 +156,24 @@ class Torch:
         try:
             with self.ledger.wait():
                 yield
+        except PeerError:
+            raise
         except RuntimeError as error:
             raise PeerError(
                 f"rank {self.rank} of {self.size}: the exchange broke off ({error}). A replica died, the network was "
                 "cut or the process group's time-out passed; no weight was touched. Restart all from a checkpoint"
             ) from error
 
-    def gather(self, message: bytes, *, equal: bool = False) -> list[bytes]:
+    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
         with self._exchanging():
             longest = len(message)
-            if not equal:
+            if most is not None:
                 mine = torch.tensor([longest], dtype=torch.int64, device=self.device)
                 sizes = [torch.empty_like(mine) for _ in range(self.size)]
                 dist.all_gather(sizes, mine, group=self.group)
                 self.ledger.gathered(SIZE_BYTES, self.size)
                 # gloo and NCCL gather equal sizes only: the longest message sets the length.
-                longest = max(int(size) for size in sizes)
+                longest = _checked(sizes, most)
             buffer = bytes_tensor(message.ljust(longest, b"\0"), torch.uint8).to(self.device)
             heard = [torch.empty_like(buffer) for _ in range(self.size)]
             dist.all_gather(heard, buffer, group=self.group)
@@ -200,6 +202,17 @@ class Torch:
         for tensor, part in zip((t for t in tensors if t.numel()), parts, strict=True):
             here = part.to(tensor.device, copy=True).view(tensor.dtype).view(tensor.shape)
             tensor.detach().copy_(here)
+
+
+def _checked(sizes: Sequence[Tensor], most: int) -> int:
+    """The longest of the lengths told; everybody sees the same ones, so everybody refuses alike."""
+    told = [int(size) for size in sizes]
+    for rank, size in enumerate(told):
+        if not 0 <= size <= most:
+            raise PeerError(
+                f"rank {rank} announces a message of {size} bytes, where {most} are the most; it was refused"
+            )
+    return max(told)
 
 
 def connect() -> Transport:

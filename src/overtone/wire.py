@@ -25,6 +25,7 @@ from overtone.errors import MethodError, WireError
 
 MAGIC = b"OVTN"
 VERSION = 2
+MOST_REPLICAS = 1 << 16  # a sender's rank has two bytes
 KEYED = 0x80  # bit of the kind's byte that says: sealed by HMAC
 _HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
 HEADER_BYTES = _HEADER.size
@@ -67,9 +68,10 @@ class Seal:
     def with_key(cls, key: str | bytes | None) -> Seal:
         """The key given, or else the environment's ``OVERTONE_KEY``, or none."""
         if key is None:
-            key = os.environ.get("OVERTONE_KEY", "")
-        if not isinstance(key, str | bytes):
-            raise MethodError(f"key: a {type(key).__name__}; give a str or bytes, the same on every replica")
+            return cls(os.fsencode(os.environ.get("OVERTONE_KEY", "")))
+        if not isinstance(key, str | bytes) or not key:
+            told = "an empty one" if key in ("", b"") else f"a {type(key).__name__}"
+            raise MethodError(f"key: {told}; give a str or bytes, the same on every replica, or None for OVERTONE_KEY")
         return cls(key.encode() if isinstance(key, str) else key)
 
     @property
