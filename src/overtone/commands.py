@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import singledispatch
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from overtone import compare, plan
 from overtone import train as training
-from overtone.config import ConfigError, MethodChoice, Simulation
+from overtone.config import CodecBench, ConfigError, MethodChoice, Simulation
 from overtone.tasks.language import ByteTransformer, ModelSize
 
 err = Console(stderr=True)
@@ -48,27 +48,15 @@ class Bench:
 
     what: tyro.conf.Positional[Literal["codec"]]
     """codec: a round's encoding and decoding, against the published path and against memory."""
-    width: int = 768
-    """Width of the GPT whose tensors are used; with its layers and words, GPT-2 small by default."""
-    layers: int = 12
-    words: int = 50257
-    keep: int = 32
-    """Coefficients sent of each 64 x 64 chunk."""
-    bits: int = 2
-    """Bits per coefficient sent: 1, 2, 4, 8, 16 or 32."""
-    replicas: int = 4
-    """Payloads to average."""
-    times: int = 3
-    """Rounds to take the best of."""
+    settings: CodecBench = field(default_factory=CodecBench)
     threads: int = 1
     """Threads that torch may use."""
     json: Path | None = None
     """Write everything measured here, as one JSON object."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "words", "replicas", "times", "threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: at least 1")
+        if self.threads < 1:
+            raise ConfigError(f"threads={self.threads}: at least 1")
 
 
 @dataclass(frozen=True)
@@ -148,8 +136,7 @@ def _(command: Bench) -> None:
     if command.json is not None:
         _check_writable(command.json)
     torch.set_num_threads(command.threads)
-    settings = codec.CodecBench(**{f.name: getattr(command, f.name) for f in fields(codec.CodecBench)})
-    report = codec.run(settings, lambda what: err.print(f"measuring: {what}", highlight=False))
+    report = codec.run(command.settings, lambda what: err.print(f"measuring: {what}", highlight=False))
     if command.json is not None:
         write_json(command.json, report)
     print(codec.markdown(report))

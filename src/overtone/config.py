@@ -121,3 +121,26 @@ class Simulation:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**40:
             raise ConfigError(f"seed={self.seed}: from 0 to {2**40 - 1}")
+
+
+@dataclass(frozen=True)
+class CodecBench:
+    """What `overtone bench codec` measures with."""
+
+    width: int = 768
+    """Width of the GPT whose tensors are used; with its layers and words, GPT-2 small by default."""
+    layers: int = 12
+    words: int = 50257
+    keep: int = 32
+    """Coefficients sent of each 64 x 64 chunk."""
+    bits: int = 2
+    """Bits per coefficient sent: 1, 2, 4, 8, 16 or 32."""
+    replicas: int = 4
+    """Payloads to average."""
+    times: int = 3
+    """Rounds to take the best of."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "words", "replicas", "times"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: at least 1")

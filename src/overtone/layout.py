@@ -331,8 +331,10 @@ def _join(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch], devic
 
 
 def _takes_strips(bundle: Sequence[Patch], matrices: Sequence[Tensor], coeffs: Tensor) -> bool:
+    """On a CPU only: a GPU would rather have few large products."""
     target = matrices[bundle[0].tensor]
-    return len(bundle) == 1 and target.dtype == torch.float32 and target.device == coeffs.device
+    on_cpu = target.device.type == coeffs.device.type == "cpu"
+    return len(bundle) == 1 and target.dtype == torch.float32 and on_cpu
 
 
 def _place(chunks: Tensor, slab: Slab, bundle: Sequence[Patch]) -> Tensor:

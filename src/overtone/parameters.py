@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import torch
 from torch import Tensor, nn
 
 from overtone.errors import ModelError
+from overtone.signals import Signal
 
 ADVICE = "lower the learning rate or clip the gradient, and go on from a checkpoint"
 
@@ -53,9 +54,19 @@ class Parameters:
                 return f"parameter {name} became trainable after the Replica was built; unfreeze it before"
         return ""
 
-    def culprit(self, kind: str, signal: Sequence[Tensor], step: int) -> str:
-        """Which parameter made a signal that is not finite, and what to do about it."""
-        for name, tensor in zip(self.trainable, signal, strict=True):
+    def not_finite(self, signal: Signal, step: int) -> str:
+        """Why the signal cannot be sent, if it has infinities or would overflow on the way: the parameter, and what to
+        do about it. Norms that fit fp32 tell in one fast pass that all is well."""
+        plus, minus = signal.sources()
+        norms = [_norm32(tensor).to(plus[0].device) for tensor in (plus if minus is None else minus)]
+        if bool(torch.isfinite(torch.stack(norms)).all()):
+            return ""
+        tensors = plus if minus is None else [a.float() - b.float() for a, b in zip(plus, minus, strict=True)]
+        squares = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors)
+        if math.sqrt(squares) <= torch.finfo(torch.float32).max:  # NaN is not
+            return ""
+        kind = type(signal).__name__.lower()
+        for name, tensor in zip(self.trainable, tensors, strict=True):
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
                 share = f"{bad} of {tensor.numel()} values"
@@ -71,3 +82,9 @@ class Parameters:
 def plain_name(name: str) -> str:
     """The name without what `torch.compile` puts before it, so that compiled and plain replicas can meet."""
     return name.replace("_orig_mod.", "")
+
+
+def _norm32(tensor: Tensor) -> Tensor:
+    narrow = tensor.element_size() < 4  # in their own type the norms of ordinary tensors overflow
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if narrow else None)
+    return norm.to(torch.float32)

@@ -199,7 +199,7 @@ class Replica:
         norm = math.nan
         if why := self.broken:
             kind = Kind.FAILURE
-        elif why := self._not_finite():
+        elif why := self.parameters.not_finite(self.signal, self.steps):
             abstains = self._inner_step.may_overflow and not self.signal.inner_first
             kind = Kind.ABSTAIN if abstains else Kind.FAILURE
         elif why := self.parameters.thawed() or self.buffers.trouble():
@@ -384,28 +384,8 @@ class Replica:
     def _state_of(self, slab: Slab) -> dict[str, Tensor]:
         return {name: slab.of(vector) for name, vector in self.state.items()}
 
-    def _not_finite(self) -> str:
-        """Why the signal cannot be sent, if it has infinities or would overflow on the way. Found out before anything
-        is touched; a norm that fits fp32 tells in one fast pass that all is well."""
-        sources, less = self.signal.sources()
-        moved = sources if less is None else less
-        norms = torch.stack([_norm32(t).to(self.device) for t in moved])
-        if bool(torch.isfinite(norms).all()):
-            return ""
-        signal = sources if less is None else [a.float() - b.float() for a, b in zip(sources, less, strict=True)]
-        norm = _norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in signal]))
-        if norm <= torch.finfo(torch.float32).max:
-            return ""
-        return self.parameters.culprit(type(self.signal).__name__.lower(), signal, self.steps)
-
     def _loss_scale(self) -> float:
         return 1.0 if self.signal.inner_first else self._inner_step.scale
-
-
-def _norm32(tensor: Tensor) -> Tensor:
-    narrow = tensor.element_size() < 4  # in their own type the norms of ordinary tensors overflow
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if narrow else None)
-    return norm.to(torch.float32)
 
 
 def _norm(flat: Tensor) -> float:

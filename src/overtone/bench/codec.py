@@ -23,25 +23,13 @@ from overtone import kernels
 from overtone.bench.reference import TRANSFORMS, Reference
 from overtone.bits import Reader
 from overtone.codec import Block, Part, TopK, mean
+from overtone.config import CodecBench
 from overtone.kernels import Kernels, kernels_for
 from overtone.layout import Reading, Slab
 from overtone.rules import accumulate_and_send
 
 Shapes = Sequence[tuple[int, ...]]
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class CodecBench:
-    """What to measure."""
-
-    width: int = 768
-    layers: int = 12
-    words: int = 50257
-    keep: int = 32
-    bits: int = 2
-    replicas: int = 4
-    times: int = 3
 
 
 def gpt_shapes(bench: CodecBench) -> list[tuple[int, ...]]:
