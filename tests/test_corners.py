@@ -326,7 +326,7 @@ def test_different_policies_for_buffers_are_refused() -> None:
     model, _ = build(0)
     said = {}
     for rank, policy in enumerate(("shared", "private")):
-        about = agreement.introduction(overtone.ddp(), {}, Buffers(model, policy).named(), policy)
+        about = agreement.introduction(overtone.ddp(), {}, Buffers(model, policy), "raise")
         said[rank] = json.dumps(about).encode()
     with pytest.raises(MismatchError, match=r"buffer mask: 2 float32 on rank 0; 2 float32, private on rank 1"):
         agreement.compare_introductions(said)

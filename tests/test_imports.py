@@ -10,7 +10,7 @@ ROOT = Path(overtone.__file__).parent
 SCIENCE = {
     "agreement", "bits", "buffers", "codec", "dct", "errors", "exchange", "fingerprint", "greeting", "inner", "kernels",
     "layout", "methods", "network", "parameters", "patterns", "randomness", "record", "replica", "rules", "saving",
-    "signals", "simulate", "transport", "version", "wire",
+    "signals", "simulate", "transport", "version", "wire", "work",
 }  # fmt: skip
 TRANSPORTS = {"transport"}
 COMPILED = {"kernels_numba"}  # the same functions as `kernels`, where numba is installed

@@ -15,6 +15,7 @@ import torch
 
 import overtone
 from overtone import agreement, fingerprint, kernels, kernels_numba, wire
+from overtone.buffers import Buffers
 from overtone.codec import TopK
 from overtone.wire import Expected, Header, Kind, Seal
 from whole import decode_all, encode_all
@@ -97,8 +98,9 @@ def fingerprint_vectors() -> dict[str, Any]:
     tensors = [[_counting(shape, dtype) for shape, dtype in one] for one in lists]
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     model[0].weight.requires_grad_(False)
-    named = dict(model.named_parameters()), dict(model.named_buffers())
-    about = {**agreement.introduction(overtone.decoupled(), *named, "shared"), "overtone": "0.0.0", "refused": "raise"}
+    buffers = Buffers(model, "shared")
+    about = agreement.introduction(overtone.decoupled(), dict(model.named_parameters()), buffers, "raise")
+    about["overtone"] = "0.0.0"
     marks = {"0": "0a0b0c0d", "1": "", "10": "01020304"}
     parts = [b"\x01run-id\xff", (258).to_bytes(4, "little"), json.dumps(marks).encode()]
     return {

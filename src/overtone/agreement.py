@@ -9,21 +9,22 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from overtone import fingerprint
+from overtone.buffers import Buffers
 from overtone.errors import MismatchError, StateError
 from overtone.methods import Method
 from overtone.version import __version__
 from overtone.wire import VERSION, Header, Kind
 
 
-def introduction(
-    method: Method, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], policy: str
-) -> dict[str, object]:
+def introduction(method: Method, parameters: Mapping[str, Tensor], buffers: Buffers, refused: str) -> dict[str, object]:
     """Everything that must be equal on all replicas before the first step, flat: one key, one printable value."""
+    private = "" if buffers.policy == "shared" else f", {buffers.policy}"
     about: dict[str, object] = {"overtone": __version__, "wire": VERSION, **method.numbers()}
     about["parameters"] = len(parameters)
     about["order of parameters"] = fingerprint.of_text("\n".join(parameters)).hex()
     about |= {f"parameter {n}": _outline(t) + ("" if t.requires_grad else ", frozen") for n, t in parameters.items()}
-    about |= {f"buffer {n}": _outline(t) + ("" if policy == "shared" else f", {policy}") for n, t in buffers.items()}
+    about |= {f"buffer {n}": _outline(t) + private for n, t in buffers.named().items()}
+    about["refused"] = refused
     return about
 
 

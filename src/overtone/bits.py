@@ -50,9 +50,9 @@ def field_bytes(count: int, width: int) -> int:
 class Reader:
     """Takes a payload apart from the front; never reads past its end."""
 
-    def __init__(self, data: bytes, at: int = 0) -> None:
+    def __init__(self, data: bytes) -> None:
         self.data = data
-        self.at = at
+        self.at = 0
 
     def take(self, count: int, what: str) -> bytes:
         if count > len(self.data) - self.at:

@@ -73,7 +73,7 @@ class Buffers:
         for name, shared in zip(self.floats, self.shared, strict=True):
             if name not in named or named[name].shape != shared.shape:
                 return f'buffer {name} was removed or resized; build the Replica with buffers="private"'
-            if bool((~torch.isfinite(named[name].float()) & (named[name] != shared)).any()):
+            if _has_become_infinite(named[name], shared):
                 return f"buffer {name} has values that are not finite; lower the learning rate, go on from a checkpoint"
         return ""
 
@@ -130,7 +130,12 @@ class Buffers:
 
 
 def _sound(value: Tensor, shared: Tensor, name: str) -> Tensor:
-    """Refuse what a sender would not have sent: values that are not finite, unless they always were."""
-    if bool((~torch.isfinite(value) & (value != shared)).any()):
+    """Refuse what a sender would not have sent."""
+    if _has_become_infinite(value, shared):
         raise WireError(f"buffer {name}: not finite; the message is corrupt")
     return value
+
+
+def _has_become_infinite(value: Tensor, shared: Tensor) -> bool:
+    """Some value is not finite in fp32, as which it travels, and was not so before."""
+    return bool((~torch.isfinite(value.float()) & (value != shared)).any())

@@ -16,7 +16,7 @@ from torch import Tensor
 from overtone import dct, kernels
 from overtone.bits import Reader, field_bytes, tensor_bytes
 from overtone.errors import MethodError, NotFiniteError, WireError
-from overtone.kernels import Kernels, grid
+from overtone.kernels import Kernels, grid, largest_step
 from overtone.layout import Layout, Slab
 
 BITS = (1, 2, 4, 8, 16, 32)
@@ -187,6 +187,13 @@ class TopK:
         return index, open_values(reader, shape, self.width(slab), where, loops)
 
 
+def check_payload(codec: Codec, reader: Reader, layout: Layout, loops: Kernels = kernels) -> None:
+    """Read a whole payload and forget it; raises `WireError` unless it will decode."""
+    for slab in layout.slabs:
+        codec.check(reader, slab, loops)
+    reader.end()
+
+
 def encode_values(values: Tensor, bits: int, loops: Kernels = kernels) -> tuple[bytes, Tensor]:
     """(c, k) values to their bytes and to what those bytes decode to.
 
@@ -220,7 +227,7 @@ def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, l
         given = _finite(reader.tensor(c * k, dtype, what), what)
         return lambda: given.to(torch.float32).view(shape)
     step = reader.tensor(c, torch.bfloat16, f"scales, {where}").float()
-    most = torch.finfo(torch.float32).max / max(1.0, (1 << (bits - 1)) - 0.5)
+    most = largest_step(bits, torch.float32)
     low, high = torch.aminmax(step)
     if not (float(low) >= 0.0 and float(high) <= most):  # NaN is neither
         raise WireError(f"scales, {where}: not all from 0 to {most:.3g}; the message is corrupt")

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from overtone import compare, plan
 from overtone import train as training
-from overtone.config import CodecBench, ConfigError, MethodChoice, Simulation
+from overtone.config import CodecBench, ConfigError, MethodChoice, Simulation, at_least_one
 from overtone.tasks.language import ByteTransformer, ModelSize
 
 err = Console(stderr=True)
@@ -38,8 +38,7 @@ class Demo:
     """Methods at a time, each in a process of one thread."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ConfigError(f"workers={self.workers}: at least 1")
+        at_least_one(self, "workers")
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class Bench:
     """Write everything measured here, as one JSON object."""
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ConfigError(f"threads={self.threads}: at least 1")
+        at_least_one(self, "threads")
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,7 @@ class Plan:
     """Replicas that exchange (papers: K)."""
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"replicas={self.replicas}: at least 1")
+        at_least_one(self, "replicas")
 
 
 Command = (

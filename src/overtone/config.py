@@ -14,6 +14,12 @@ class ConfigError(OvertoneError, ValueError):
     """A number of the run that cannot be used."""
 
 
+def at_least_one(settings: object, *names: str) -> None:
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise ConfigError(f"{name}={getattr(settings, name)}: at least 1")
+
+
 @dataclass(frozen=True)
 class MethodChoice:
     """A row of the method table and its numbers; what is left out stays at the method's own default."""
@@ -70,9 +76,7 @@ class Training:
     """Validation windows."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "windows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: at least 1")
+        at_least_one(self, "steps", "batch", "windows")
         for name in ("inner_lr", "clip"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: above 0")
@@ -141,6 +145,4 @@ class CodecBench:
     """Rounds to take the best of."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "words", "replicas", "times"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: at least 1")
+        at_least_one(self, "width", "layers", "words", "replicas", "times")

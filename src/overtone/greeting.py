@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from overtone import agreement, fingerprint
 from overtone.errors import WireError
 from overtone.exchange import Broadcast, Gather, Talk
-from overtone.patterns import WORDS, refusing
-from overtone.wire import Expected, Header, Kind, seal_message, unseal_message
+from overtone.patterns import WORDS, open_all
+from overtone.wire import Expected, Header, Kind, Letter, seal_message
 
 if TYPE_CHECKING:
     from overtone.replica import Replica
@@ -48,11 +48,11 @@ def _tell(replica: Replica, body: bytes) -> Talk[Sequence[bytes]]:
     """Everybody's body, by rank. The schema stays out of it: a difference is to be told in words."""
     header = Header(Kind.GREETING, replica.transport.rank, 0, 0, replica.run, NOBODY, NOBODY, NOBODY)
     heard = yield Gather(seal_message(header, body, replica.seal), most=WORDS + 4 * len(body))
-    bodies = []
-    for rank, message in zip(replica.transport.peers, heard, strict=True):
-        with refusing(f"greeting of rank {rank}", 0):
-            letter = unseal_message(message, Expected(0, replica.run, NOBODY), rank, replica.seal)
-            if letter.header.kind is not Kind.GREETING or len(letter.body) < 16:
-                raise WireError("greeting: another kind of message, or too short a one")
-            bodies.append(letter.body)
-    return bodies
+    expected = Expected(0, replica.run, NOBODY)
+    return list(open_all("greeting", heard, replica.transport.peers, expected, replica.seal, _body_of).values())
+
+
+def _body_of(letter: Letter) -> bytes:
+    if letter.header.kind is not Kind.GREETING or len(letter.body) < 16:
+        raise WireError("greeting: another kind of message, or too short a one")
+    return letter.body

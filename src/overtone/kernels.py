@@ -29,7 +29,6 @@ from overtone.bits import (
 from overtone.errors import MethodError, WireError
 
 EXCEPTIONAL = 4.0  # a value this many times its chunk's mean (more, where the grid reaches further) is an exception
-_ROWS = 64
 PASSES = 3  # of assigning levels and refitting the step
 NUMBA_FROM = 1 << 22  # values of a model from which compiled loops are worth loading
 FRACTION = 24  # bits to which magnitudes are known when a step is fitted
@@ -112,7 +111,7 @@ def pack_positions(index: Tensor, area: int) -> bytes:
     """Rice code of (c, k) ascending positions below ``area``: one byte of width, the low bits of the gaps verbatim,
     their high parts in unary.
 
-    For the k strongest of 4096 this stays within 5 % of log2 C(4096, k): tests/test_codec.py.
+    For the k strongest of 4096 this stays within 5 % of log2 C(4096, k): tests/test_kernels.py.
     """
     gaps = (torch.diff(index.cpu(), dim=1, prepend=torch.tensor(-1).expand(len(index), 1)) - 1).view(-1)
     costs = {w: gaps.numel() * w + int((gaps >> w).sum()) for w in widths(area, index.shape[1])}
@@ -185,8 +184,7 @@ def quantise(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     far = whole * k > EXCEPTIONAL * max(1.0, half / 2) * whole.sum(dim=1, keepdim=True)
     whole.masked_fill_(far, 0.0)
     level, step = _fit(whole, (~far).double(), half)
-    most = torch.finfo(torch.bfloat16).max / max(1.0, half - 0.5)  # every grid point must be finite
-    narrow = (step / scale).clamp_(max=most).to(torch.float32).to(torch.bfloat16)
+    narrow = (step / scale).clamp_(max=largest_step(bits, torch.bfloat16)).to(torch.float32).to(torch.bfloat16)
     codes = torch.where(values < 0, half - 1 - level, half + level).to(torch.uint8)
     return narrow.view(-1), codes, far.view(-1).nonzero().view(-1)
 
@@ -202,6 +200,11 @@ def _fit(whole: Tensor, mask: Tensor, half: int) -> tuple[Tensor, Tensor]:
         odd = (2 * level + 1) * mask
         step = 2 * (whole * odd).sum(dim=1, keepdim=True) / (odd * odd).sum(dim=1, keepdim=True).clamp_min_(1)
     return level, step
+
+
+def largest_step(bits: int, dtype: torch.dtype) -> float:
+    """The largest step with which every point of the grid is finite in ``dtype``."""
+    return torch.finfo(dtype).max / max(1.0, (1 << (bits - 1)) - 0.5)
 
 
 def pack_codes(codes: Tensor, bits: int) -> bytes:
@@ -231,11 +234,14 @@ def add(here: Tensor, index: Tensor, values: Tensor) -> None:
 # -- fingerprints --------------------------------------------------------------------------------------------------
 
 
+_ROWS = 64  # hashed at once: they stay in the cache
+
+
 def row_hashes(words: Tensor, weights: Tensor) -> Tensor:
     """(r, l) 64-bit words and (l,) weights to (r,): Σ weight · (word ^ word >> 32) modulo 2**64, for each row."""
     mixed = torch.empty_like(words[:_ROWS])
     hashes = torch.empty(len(words), dtype=torch.int64, device=words.device)
-    for first in range(0, len(words), _ROWS):  # in blocks that stay in the cache
+    for first in range(0, len(words), _ROWS):
         some = words[first : first + _ROWS]
         here = torch.bitwise_right_shift(some, 32, out=mixed[: len(some)])
         here.bitwise_and_(0xFFFFFFFF).bitwise_xor_(some).mul_(weights)  # int64 wraps, as modulo 2**64 must

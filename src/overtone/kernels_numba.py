@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from overtone.bits import Reader, field_bytes
-from overtone.kernels import EXCEPTIONAL, FRACTION, PASSES, beyond, miscounted, open_positions, widths
+from overtone.kernels import EXCEPTIONAL, FRACTION, PASSES, beyond, largest_step, miscounted, open_positions, widths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,8 +68,7 @@ def quantise(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     steps = np.empty(c, np.float32)
     codes = np.empty((c, k), np.uint8)
     far = np.empty((c, k), np.bool_)
-    most = torch.finfo(torch.bfloat16).max / max(1.0, (1 << (bits - 1)) - 0.5)
-    any_far = _quantise(values.numpy(), bits, most, steps, codes, far)
+    any_far = _quantise(values.numpy(), bits, largest_step(bits, torch.bfloat16), steps, codes, far)
     where = torch.from_numpy(far).view(-1).nonzero().view(-1) if any_far else torch.empty(0, dtype=torch.int64)
     return torch.from_numpy(steps).to(torch.bfloat16), torch.from_numpy(codes), where
 

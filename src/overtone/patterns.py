@@ -9,22 +9,24 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from overtone.bits import Reader
 from overtone.buffers import Buffers
-from overtone.codec import Block, Codec, mean
+from overtone.codec import Block, Codec, check_payload, mean
 from overtone.errors import MethodError, PeerError, WireError
 from overtone.exchange import Gather, Sum, Talk
 from overtone.kernels import Kernels
 from overtone.layout import Layout, Slab
 from overtone.wire import Expected, Header, Kind, Letter, Seal, seal_message, unseal_message
+
+T = TypeVar("T")
 
 WITH_PAYLOAD = (Kind.ROUND, Kind.DRAIN)
 WORDS = 1 << 20  # bytes that a reason, a dispute or a greeting may take
@@ -102,7 +104,7 @@ class HeardAll(Heard):
         self._readers = [Reader(letter.body) for letter in letters.values()]
 
     def reason(self, rank: int) -> str:
-        return self._letters[rank].body.decode(errors="replace")
+        return self._letters[rank].words()
 
     def buffers(self) -> list[Tensor]:
         buffers = self._setting.buffers
@@ -148,9 +150,7 @@ class Gathered:
         if kind in WITH_PAYLOAD and kind is mine.header.kind and rank != mine.header.sender:
             reader = Reader(letter.body)
             self.setting.buffers.unpack(reader)
-            for slab in self.setting.layout.slabs:
-                mine.codec.check(reader, slab, self.setting.kernels)
-            reader.end()
+            check_payload(mine.codec, reader, self.setting.layout, self.setting.kernels)
         return letter
 
 
@@ -188,10 +188,7 @@ def settle(read: Read, mine: Header, expected: Expected, setting: Setting) -> Ta
     # Trouble: everybody tells what it read of whom, and all come to the same conclusion.
     body = json.dumps({"marks": read.marks, "refused": read.refused}).encode()
     heard = yield Gather(seal_message(replace(mine, kind=Kind.DISPUTE), body, setting.seal), most=WORDS)
-    disputes = {}
-    for rank, message in zip(read.peers, heard, strict=True):
-        with refusing(f"dispute of rank {rank}", expected.round):
-            disputes[rank] = _read_dispute(unseal_message(message, expected, rank, setting.seal))
+    disputes = open_all("dispute", heard, read.peers, expected, setting.seal, _read_dispute)
     left_out = {rank: why for rank in read.peers if (why := _complaint(rank, disputes))}
     # If most would have to go, the fault is rather with who could not read them.
     if setting.refused == "raise" or 2 * len(left_out) > len(read.peers):
@@ -285,23 +282,30 @@ class Summed:
     def _reasons(self, say: Say, expected: Expected, peers: Sequence[int], headers: list[Header]) -> Talk[Heard]:
         """Whoever failed says why, in words."""
         heard = yield Gather(seal_message(say.header, in_words(say.why), self.setting.seal), most=WORDS)
-        why = {}
-        for rank, message in zip(peers, heard, strict=True):
-            with refusing(f"message of rank {rank}", expected.round):
-                why[rank] = unseal_message(message, expected, rank, self.setting.seal).body.decode(errors="replace")
-        return HeardSum(headers, self.setting, reasons=why)
+        reasons = open_all("message", heard, peers, expected, self.setting.seal, Letter.words)
+        return HeardSum(headers, self.setting, reasons=reasons)
 
 
 def in_words(why: str) -> bytes:
     return why.encode()[: WORDS // 2]
 
 
-@contextmanager
-def refusing(what: str, index: int) -> Iterator[None]:
-    try:
-        yield
-    except WireError as error:
-        raise PeerError(f"round {index}: the {what} was refused: {error}") from error
+def open_all(
+    what: str,
+    heard: Sequence[bytes],
+    peers: Sequence[int],
+    expected: Expected,
+    seal: Seal,
+    read: Callable[[Letter], T],
+) -> dict[int, T]:
+    """What everybody's message says, by rank, where there is no going on without one of them."""
+    found = {}
+    for rank, message in zip(peers, heard, strict=True):
+        try:
+            found[rank] = read(unseal_message(message, expected, rank, seal))
+        except WireError as error:
+            raise PeerError(f"round {expected.round}: the {what} of rank {rank} was refused: {error}") from error
+    return found
 
 
 def pattern_for(codec: Codec, setting: Setting) -> Pattern:

@@ -13,6 +13,7 @@ from overtone.codec import TopK
 from overtone.compare import human_bytes
 from overtone.layout import Slab
 from overtone.methods import Method
+from overtone.transport import Ledger
 from overtone.wire import HEADER_BYTES, Seal
 
 
@@ -58,9 +59,14 @@ def bits_of(codec: TopK, slab: Slab) -> float:
 def _sum(method: Method, payload: float, parameters: int, replicas: int) -> str:
     if method.every is None:
         return f"{method.name}: {parameters / 1e6:.2f} M parameters, nothing is ever sent."
-    message = payload + HEADER_BYTES + Seal().size
-    sent = 2 * (replicas - 1) / replicas * payload if method.codec.reduces else (replicas - 1) * message
+    message = round(payload + HEADER_BYTES + Seal().size)
+    ledger = Ledger()
+    if method.codec.reduces:
+        ledger.summed(round(payload), replicas)
+    else:
+        ledger.gathered(message, replicas)
     pattern = "summed on the way" if method.codec.reduces else "gathered by all"
+    sent = human_bytes(ledger.now.sent)
     dense = ""
     if isinstance(method.codec, TopK):
         codec = method.codec
@@ -70,7 +76,7 @@ def _sum(method: Method, payload: float, parameters: int, replicas: int) -> str:
             "least possible: real messages are within 6 % of it if at most half is kept; outliers add to it."
         )
     return (
-        f"{method.name}: {parameters / 1e6:.2f} M parameters, {human_bytes(round(message))} per message, every "
-        f"{method.every} steps, {pattern}: each of {replicas} replicas sends about {human_bytes(round(sent))} a round, "
+        f"{method.name}: {parameters / 1e6:.2f} M parameters, {human_bytes(message)} per message, every "
+        f"{method.every} steps, {pattern}: each of {replicas} replicas sends about {sent} a round, "
         f"{8 * payload / parameters:.3g} bits per parameter and message.{dense}"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,27 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from overtone import agreement, fingerprint, greeting, saving
-from overtone.bits import Reader
 from overtone.buffers import Buffers
-from overtone.codec import Block, Part
+from overtone.codec import Block
 from overtone.errors import MethodError, ModelError, NotFiniteError, OvertoneError, PeerError
 from overtone.exchange import Talk, hold
 from overtone.inner import Closure, InnerStep
 from overtone.kernels import kernels_for
-from overtone.layout import Reading, Slab
 from overtone.methods import Method, decoupled
 from overtone.parameters import Parameters
 from overtone.patterns import Heard, Say, Setting, pattern_for
 from overtone.record import Round
 from overtone.transport import Count, Transport, connect
 from overtone.wire import MOST_REPLICAS, Expected, Header, Kind, Seal
+from overtone.work import Work
 
 
 @dataclass(frozen=True)
 class _Proposal:
     """What to remember of a proposal until the round is over."""
 
-    method: Method
     say: Say
     signal_norm: float
     seconds: float
@@ -92,12 +90,11 @@ class Replica:
         setting = Setting(self.layout, self.kernels, self.buffers, self.seal, self.device, refused)
         self._pattern = pattern_for(self.method.codec, setting)
         self.refused = refused
-        self.about = agreement.introduction(self.method, self.parameters.all, self.buffers.named(), self.buffers.policy)
-        self.about["refused"] = refused
+        self.about = agreement.introduction(self.method, self.parameters.all, self.buffers, refused)
         self.schema = agreement.schema_of(self.about)
         self.run = bytes(8)  # agreed upon in the greeting
         self._inner_step = InnerStep(inner, exchanged)
-        self._proposal: _Proposal | None = None
+        self.proposing = False  # True while a round is under way
         self.broken = ""  # why no further round is possible
         self._showing_anchor = False
         if join:
@@ -107,11 +104,6 @@ class Replica:
     def fingerprint(self) -> str:
         """Of the anchor as it is now; equal on every replica if the method has consensus."""
         return self._fingerprint().hex()
-
-    @property
-    def proposing(self) -> bool:
-        """True while a round is under way."""
-        return self._proposal is not None
 
     # -- the user's verbs ------------------------------------------------------------------------------------------
 
@@ -189,12 +181,11 @@ class Replica:
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
-    def propose(self, method: Method) -> _Proposal:
-        """What to say in a round. Trouble, such as a signal that is not finite, is confessed to the others, who would
-        otherwise wait in vain; the round is then refused on every rank."""
+    def _propose(self, kind: Kind, work: Work) -> _Proposal:
+        """What to say in a round of this kind. Trouble, such as a signal that is not finite, is confessed to others who
+        would otherwise wait in vain; the round is then refused on every rank."""
         begin = time.perf_counter()
         before = copy.copy(self.transport.ledger.now)
-        kind = Kind.ROUND if method is self.method else Kind.DRAIN
         blocks: list[Block] = []
         norm = math.nan
         if why := self.broken:
@@ -206,45 +197,25 @@ class Replica:
             kind = Kind.FAILURE
         else:
             try:
-                norm = self._encode(method, blocks)
+                signal, scale = self.signal.sources(), self._loss_scale()
+                norms = work.encode(self.state, signal, blocks, scale=scale, measures=True)
+                norm = _norm(torch.stack(norms))
             except NotFiniteError as error:
                 # A finite signal, but the sum with what was there already is not: part of the state has moved, and all
                 # of it is lost anyway.
                 blocks.clear()
                 self.broken = self.parameters.overflow(error.tensor, self.steps)
                 kind, why = Kind.FAILURE, self.broken
-        say = Say(self._header(kind), method.codec, blocks, why)
-        return _Proposal(method, say, norm, time.perf_counter() - begin, before)
+        say = Say(self._header(kind), work.codec, blocks, why)
+        return _Proposal(say, norm, time.perf_counter() - begin, before)
 
-    def _encode(self, method: Method, blocks: list[Block]) -> float:
-        """Signal → rule → codec, slab by slab; the norm of the signal."""
-        layout, scale = self.layout, self._loss_scale()
-        sources, less = self.signal.sources()
-        plus, minus = layout.matrices(sources), None if less is None else layout.matrices(less)
-        norms = []
-        for slab in layout.slabs:
-            signal = Reading(layout, slab, plus, minus, scale, self.device, measures=True)
-
-            def encode(coeffs: Tensor, slab: Slab = slab) -> Part:
-                block, part = method.codec.encode(coeffs, slab, self.kernels)
-                blocks.append(block)
-                return part
-
-            method.rule.propose(self._state_of(slab), signal, encode)
-            norms.append(signal.norm)
-        return _norm(torch.stack(norms))
-
-    def absorb(self, heard: Heard, method: Method) -> None:
-        """Mean → rule → weights, slab by slab. Everything was verified before."""
-        layout, rule = self.layout, method.rule
+    def _absorb(self, heard: Heard, work: Work) -> None:
+        """What was heard into state, weights and buffers. Everything was verified before."""
         buffers = heard.buffers()
         targets = self.signal.targets()
-        matrices = layout.matrices(targets)
-        for slab in layout.slabs:
-            mean = heard.mean(slab, layout.room(slab, 2, self.device), over_senders=rule.over_senders)
-            layout.write_slab(slab, rule.absorb(self._state_of(slab), mean), matrices)
-        layout.land(matrices, targets)
-        self.signal.wrote(targets, rule.settle, scale=self._loss_scale())
+        over_senders = work.rule.over_senders
+        work.absorb(self.state, lambda slab, out: heard.mean(slab, out, over_senders=over_senders), targets)
+        self.signal.wrote(targets, work.rule.settle, scale=self._loss_scale())
         self.buffers.absorb(buffers)
 
     def _verify(self, heard: Heard, say: Say) -> None:
@@ -259,17 +230,6 @@ class Replica:
         counters = [header.counters for header in heard.headers]
         agreement.compare_counters(self.rounds, ranks, counters, self.buffers.counters)
 
-    def _withdraw(self, method: Method, blocks: Sequence[Block]) -> bool:
-        """Nobody counts what this replica said, so it is still owed. True if its signal stays in the state."""
-        kept = False
-        for slab, block in zip(self.layout.slabs, blocks, strict=False):
-            if isinstance(block, bytes):
-                part = method.codec.decode(Reader(block), slab, self.kernels)
-            else:
-                part = Part(None, block)
-            kept |= method.rule.withdraw(self._state_of(slab), part)
-        return kept
-
     # -- talks: a replica's side of every conversation (see exchange.py) -------------------------------------------
 
     def joining(self) -> Talk[None]:
@@ -278,24 +238,26 @@ class Replica:
     def rounding(self, method: Method | None = None) -> Talk[Round]:
         """A whole round; ``method`` is another row than the replica's own for the draining messages of `finish`."""
         method = method or self.method
-        self._proposal = proposal = self.propose(method)
+        work = Work(self.layout, method.rule, method.codec, self.kernels, self.device)
+        proposal = self._propose(Kind.ROUND if method is self.method else Kind.DRAIN, work)
+        self.proposing = True
         try:
             heard = yield from self._converse(proposal.say)
         except OvertoneError:
             # A drift that the residual now holds must not be measured a second time.
-            if self._withdraw(method, proposal.say.blocks):
+            if work.withdraw(self.state, proposal.say.blocks):
                 self.signal.begin()
             raise
         finally:
-            self._proposal = None
+            self.proposing = False
         begin = time.perf_counter()
         abstained = any(header.kind is Kind.ABSTAIN for header in heard.headers)
         if abstained or self.transport.rank in heard.left_out:
-            self._withdraw(method, proposal.say.blocks)
+            work.withdraw(self.state, proposal.say.blocks)
         if abstained:
             self._inner_step.spoil()
         else:
-            self.absorb(heard, method)
+            self._absorb(heard, work)
         seconds = time.perf_counter() - begin + heard.seconds
         if not self.signal.inner_first:
             self._inner_step.take()
@@ -380,9 +342,6 @@ class Replica:
         anchor = self._fingerprint() if self.method.consensus else bytes(8)
         counters = self.buffers.counters_fingerprint()
         return Header(kind, self.transport.rank, self.rounds, self.steps, self.run, self.schema, anchor, counters)
-
-    def _state_of(self, slab: Slab) -> dict[str, Tensor]:
-        return {name: slab.of(vector) for name, vector in self.state.items()}
 
     def _loss_scale(self) -> float:
         return 1.0 if self.signal.inner_first else self._inner_step.scale

@@ -119,7 +119,7 @@ class DeMo(Rule):
         return {"momentum": torch.zeros_like(weights)}
 
     def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
-        return accumulate_and_send(state["momentum"], signal, encode, self.decay, self.release)
+        return _accumulate_and_send(state["momentum"], signal, encode, self.decay, self.release)
 
     def withdraw(self, state: State, sent: Part) -> bool:
         sent.add_to(state["momentum"], self.release)
@@ -170,7 +170,7 @@ class Outer(Rule):
     def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
         if "residual" not in state:
             return encode(signal.tensor())
-        return accumulate_and_send(state["residual"], signal, encode, self.decay, self.release)
+        return _accumulate_and_send(state["residual"], signal, encode, self.decay, self.release)
 
     def withdraw(self, state: State, sent: Part) -> bool:
         if "residual" not in state:
@@ -216,7 +216,7 @@ class Published(Rule):
 
     def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
         signal.into(state["drift"])
-        return accumulate_and_send(state["momentum"], signal, encode, self.decay, 1.0)
+        return _accumulate_and_send(state["momentum"], signal, encode, self.decay, 1.0)
 
     def withdraw(self, state: State, sent: Part) -> bool:
         sent.add_to(state["momentum"])
@@ -228,7 +228,7 @@ class Published(Rule):
         return state["anchor"]
 
 
-def accumulate_and_send(store: Tensor, signal: Reading, encode: Encode, decay: float, release: float) -> Part:
+def _accumulate_and_send(store: Tensor, signal: Reading, encode: Encode, decay: float, release: float) -> Part:
     """store ← decay · store + signal, then less ``release`` of what was really sent."""
     sent = encode(signal.into(store, keep=decay))
     sent.add_to(store, -release)

@@ -112,6 +112,10 @@ class Letter:
     body: bytes
     seal: bytes
 
+    def words(self) -> str:
+        """The body of a message that gives a reason."""
+        return self.body.decode(errors="replace")
+
 
 def seal_message(header: Header, body: bytes, seal: Seal) -> bytes:
     """Header, body and seal as one message."""

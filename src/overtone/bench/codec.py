@@ -11,7 +11,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from torch import Tensor
 from overtone import kernels
 from overtone.bench.reference import TRANSFORMS, Reference
 from overtone.bits import Reader
-from overtone.codec import Block, Part, TopK, mean
+from overtone.codec import Block, TopK, check_payload, mean
 from overtone.config import CodecBench
 from overtone.kernels import Kernels, kernels_for
-from overtone.layout import Reading, Slab
-from overtone.rules import accumulate_and_send
+from overtone.layout import Slab
+from overtone.rules import Mean, Outer
+from overtone.work import Work
 
 Shapes = Sequence[tuple[int, ...]]
 CPU = torch.device("cpu")
@@ -55,41 +56,33 @@ class Timing:
 
 
 class Ours:
-    """A round of overtone's codec, slab by slab, as `Replica` does it; the outer step left out."""
+    """A round of overtone's codec as `Replica` does it; the outer step left out."""
 
     def __init__(self, shapes: Shapes, codec: TopK, replicas: int, loops: Kernels) -> None:
-        self.codec, self.replicas, self.loops = codec, replicas, loops
-        self.layout = codec.layout(shapes)
-        self.residual = self.layout.empty(CPU).fill_(0.0)  # written to, so that its pages exist before we measure
+        self.replicas = replicas
+        self.sending = Work(codec.layout(shapes), Outer(lr=1.0, momentum=0.0), codec, loops, CPU)
+        self.hearing = replace(self.sending, rule=Mean())
+        # Written to, so that its pages exist before we measure.
+        self.state = {"residual": self.sending.layout.empty(CPU).fill_(0.0)}
         self.blocks: list[Block] = []
 
     def encode(self, start: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        layout, self.blocks = self.layout, []
-        plus, minus = layout.matrices(start), layout.matrices(weights)
-        for slab in layout.slabs:
-
-            def send(coeffs: Tensor, slab: Slab = slab) -> Part:
-                block, part = self.codec.encode(coeffs, slab, self.loops)
-                self.blocks.append(block)
-                return part
-
-            drift = Reading(layout, slab, plus, minus)
-            accumulate_and_send(slab.of(self.residual), drift, send, 1.0, 1.0)
+        self.blocks = []
+        self.sending.encode(self.state, (start, weights), self.blocks)
 
     def decode(self, weights: Sequence[Tensor]) -> None:
         """The others' payloads are checked from end to end, then all are read for the mean, as in a real round."""
+        codec, layout, loops = self.hearing.codec, self.hearing.layout, self.hearing.loops
         payload = b"".join(block for block in self.blocks if isinstance(block, bytes))
-        layout = self.layout
         for _ in range(self.replicas - 1):
-            reader = Reader(payload)
-            for slab in layout.slabs:
-                self.codec.check(reader, slab, self.loops)
-            reader.end()
+            check_payload(codec, Reader(payload), layout, loops)
         readers = [Reader(payload) for _ in range(self.replicas)]
-        matrices = layout.matrices(weights)
-        for slab in layout.slabs:
-            parts = (self.codec.decode(reader, slab, self.loops) for reader in readers)
-            layout.write_slab(slab, mean(parts, self.replicas, layout.room(slab, 2, CPU), over_senders=False), matrices)
+
+        def mean_of(slab: Slab, out: Tensor) -> Tensor:
+            parts = (codec.decode(reader, slab, loops) for reader in readers)
+            return mean(parts, self.replicas, out, over_senders=False)
+
+        self.hearing.absorb({}, mean_of, weights)
 
     @property
     def message_bytes(self) -> int:
@@ -168,24 +161,22 @@ def extra_memory(make: str, bench: CodecBench) -> float | None:
 def _extra_memory(make: str, bench: CodecBench) -> float:
     torch.set_num_threads(1)
     shapes = gpt_shapes(bench)
+    loops = kernels_for(size_of(shapes), CPU)
+
+    def path(shapes: Shapes) -> Ours | Theirs:
+        if make == "ours":
+            return Ours(shapes, TopK(keep=bench.keep, bits=bench.bits), bench.replicas, loops)
+        return Theirs(shapes, bench.keep, bench.replicas, make)
+
+    small: Shapes = [(128, 128), (9,)]
+    measure(path(small), small, 1)  # loads and compiles what is needed, once and for all models
     start, weights = tensors_of(shapes)
     answers = [w.clone() for w in weights]
-    small = [(128, 128), (9,)]
-    for these in (small, shapes):  # the small ones load and compile what is needed, once and for all models
-        path: Ours | Theirs
-        if make == "ours":
-            codec = TopK(keep=bench.keep, bits=bench.bits)
-            path = Ours(these, codec, bench.replicas, kernels_for(size_of(shapes), CPU))
-        else:
-            path = Theirs(these, bench.keep, bench.replicas, make)
-        if these is small:
-            inputs, outputs = tensors_of(small), tensors_of(small)[0]
-        else:
-            inputs, outputs = (start, weights), answers
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-            before = _status_bytes("VmRSS")
-        path.encode(*inputs)
-        path.decode(outputs)
+    whole = path(shapes)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _status_bytes("VmRSS")
+    whole.encode(start, weights)
+    whole.decode(answers)
     return (_status_bytes("VmHWM") - before) / (4 * size_of(shapes))
 
 
@@ -216,7 +207,7 @@ def run(bench: CodecBench, say: Callable[[str], None]) -> dict[str, Any]:
         "copy_gb_per_second": 4e-9 * size / copy,
     }
 
-    def ours(keep: int, bits: int, loops: Kernels = loops, shapes: Shapes = shapes) -> Ours:
+    def ours(keep: int, bits: int, loops: Kernels = loops) -> Ours:
         return Ours(shapes, TopK(keep=keep, bits=bits), bench.replicas, loops)
 
     paths: dict[str, Callable[[], Ours | Theirs]] = {"overtone": lambda: ours(bench.keep, bench.bits)}
