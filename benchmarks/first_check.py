@@ -18,8 +18,10 @@ from statistics import mean
 from typing import Any
 
 from overtone.commands import write_json
-from overtone.compare import human_bytes, ratio, run_side_by_side, share_of_gain
+from overtone.compare import ratio, run_side_by_side, share_of_gain
 from overtone.config import MethodChoice, Simulation
+from overtone.tasks import TaskOptions
+from overtone.words import human_bytes
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -122,6 +124,10 @@ def report(folders: Sequence[Path]) -> str:
     return "\n".join(parts)
 
 
+def _task(source: Path | None) -> TaskOptions:
+    return TaskOptions(data=None if source is None else str(source))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, action="append", default=[], help="a text file; may be given again")
@@ -132,7 +138,7 @@ def main() -> None:
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     cells = {
-        str(folder / cell_name(row, seed)): Simulation(choice=row.choice, data=source, seed=seed)
+        str(folder / cell_name(row, seed)): Simulation(choice=row.choice, task=_task(source), seed=seed)
         for row in ROWS
         for source, folder in zip(sources, folders, strict=True)
         for seed in range(row.seeds)

@@ -19,9 +19,10 @@ import torch
 
 from overtone import codec
 from overtone.commands import write_json
-from overtone.compare import human_bytes
 from overtone.config import MethodChoice, Simulation, Training
-from overtone.train import simulate
+from overtone.simulation import simulate
+from overtone.tasks import TaskOptions
+from overtone.words import human_bytes
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -64,7 +65,8 @@ STUDIES = (
 def run(study: Study, text: Path) -> dict[str, Any]:
     codec.EXCEPTIONAL = study.exceptional
     training = Training(steps=400, batch=8, warmup=study.warmup)
-    return simulate(Simulation(choice=study.choice, data=text, seed=study.seed, training=training))
+    task = TaskOptions(data=str(text))
+    return simulate(Simulation(choice=study.choice, task=task, seed=study.seed, training=training))
 
 
 def report() -> str:

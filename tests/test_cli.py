@@ -12,9 +12,9 @@ import pytest
 import overtone
 from overtone import commands
 from overtone.config import MethodChoice, Simulation, Training
-from overtone.tasks.language import ModelSize
+from overtone.tasks import Language, TaskOptions
 
-TINY = ["--steps", "12", "--batch", "2", "--width", "32", "--layers", "1", "--heads", "2", "--windows", "8"]
+TINY = ["--steps", "12", "--batch", "2", "--width", "32", "--layers", "1", "--heads", "2", "--valid-samples", "8"]
 KEYS = {
     "method", "numbers", "replicas", "every", "steps", "parameters", "val_loss", "val_loss_anchor", "val_loss_average",
     "bytes_sent", "rounds", "max_drift", "anchor_fingerprint", "simulated_seconds", "wall_seconds",
@@ -38,10 +38,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def simulate(text: Path, tmp_path: Path, choice: MethodChoice, **options: Any) -> dict[str, Any]:
-    model = ModelSize(width=32, layers=1, heads=2)
-    training = Training(steps=12, batch=2, windows=8)
+    size = Language(width=32, layers=1, heads=2)
+    task = TaskOptions(data=str(text), valid_samples=8, language=size)
     file = tmp_path / "result.json"
-    commands.run(Simulation(choice=choice, data=text, model=model, training=training, json=file, **options))
+    training = Training(steps=12, batch=2)
+    commands.run(Simulation(choice=choice, task=task, training=training, json=file, **options))
     result: dict[str, Any] = json.loads(file.read_text())
     return result
 
@@ -99,8 +100,11 @@ def test_time_follows_the_network(text: Path, tmp_path: Path) -> None:
         (["--method", "diloco", "--keep", "8"], "keep=8: diloco has no such number"),
         (["--keep", "0"], "keep=0"),
         (["--every", "0"], "every=0"),
-        (["--data", "no/such/file"], "data no/such/file: No such file or directory"),
-        (["--data", "."], "data .: Is a directory"),
+        (["--data", "no/such/file"], "data no/such/file: no such file or folder"),
+        (["--task", "image", "--data", "no/such/folder"], "data no/such/folder: "),
+        (["--task", "imag"], "task 'imag': unknown; there are language, image"),
+        (["--task", "no/such.py"], "task no/such.py: no such file"),
+        (["--model", "gpt2-1n"], "gpt2-1m"),
         (["--json", "no/such/folder/x.json"], "there is no directory no/such/folder"),
         (["--replicas", "0"], "replicas=0"),
         (["--replicas", "100000"], "fewer than one batch"),
@@ -141,8 +145,10 @@ def test_flags_are_frozen() -> None:
     assert flags == {
         "--help", "--data", "--replicas", "--seed", "--json", "--method", "--every", "--keep", "--bits",
         "--outer-lr", "--momentum", "--decay", "--carry", "--release", "--transform", "--drain", "--steps", "--batch",
-        "--inner-lr", "--warmup", "--clip", "--weight-decay", "--windows", "--width", "--layers", "--heads",
-        "--context", "--bandwidth", "--latency", "--step-seconds",
+        "--accumulate", "--inner", "--inner-lr", "--schedule", "--warmup", "--clip", "--weight-decay", "--precision",
+        "--compile", "--no-compile", "--recompute", "--no-recompute", "--task", "--model", "--skew", "--valid-samples",
+        "--tokenizer", "--width", "--layers", "--heads", "--context", "--stem", "--side", "--flip", "--no-flip",
+        "--crop", "--bandwidth", "--latency", "--step-seconds",
     }  # fmt: skip
 
 

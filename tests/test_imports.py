@@ -12,7 +12,7 @@ SCIENCE = {
     "layout", "methods", "network", "parameters", "patterns", "randomness", "record", "replica", "rules", "saving",
     "signals", "simulate", "transport", "version", "wire", "work",
 }  # fmt: skip
-TRANSPORTS = {"transport"}
+TRANSPORTS = {"transport", "launch"}  # what joins a world of processes, and what starts one
 COMPILED = {"kernels_numba"}  # the same functions as `kernels`, where numba is installed
 
 

@@ -9,7 +9,7 @@ def main() -> None:
     """`overtone COMMAND …`: one clear line and exit status 1 for what the user can mend, never a traceback."""
     try:
         import rich  # noqa: F401
-        import tyro
+        import tyro  # noqa: F401
     except ImportError as error:
         sys.exit(f"overtone: the command line needs {error.name}; pip install 'overtone[cli]'")
 
@@ -17,13 +17,7 @@ def main() -> None:
     from overtone.errors import OvertoneError
 
     try:
-        command = tyro.cli(
-            commands.Command,
-            prog="overtone",
-            description="Train one model on many machines joined by thin wires.",
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagConversionOff),
-        )
-        commands.run(command)
+        commands.run(commands.parse(sys.argv[1:]))
     except OvertoneError as error:
         sys.exit(f"overtone: {error}")
     except KeyboardInterrupt:

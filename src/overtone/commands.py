@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,10 +17,11 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from overtone import compare, plan
-from overtone import train as training
-from overtone.config import CodecBench, ConfigError, MethodChoice, Simulation, at_least_one
-from overtone.tasks.language import ByteTransformer, ModelSize
+from overtone import compare, plan, rundir, settings, simulation
+from overtone.config import CodecBench, ConfigError, MethodChoice, Run, Simulation, at_least_one
+from overtone.recipes import RECIPES
+from overtone.tasks import TaskOptions
+from overtone.words import metrics_line
 
 err = Console(stderr=True)
 out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)  # a file has no width
@@ -62,7 +63,7 @@ class Plan:
     """Print how each tensor of a model travels, and what a round costs in bytes."""
 
     choice: MethodChoice = field(default_factory=MethodChoice)
-    model: ModelSize = field(default_factory=ModelSize)
+    task: TaskOptions = field(default_factory=TaskOptions)
     replicas: int = 4
     """Replicas that exchange (papers: K)."""
 
@@ -70,12 +71,77 @@ class Plan:
         at_least_one(self, "replicas")
 
 
-Command = (
-    Annotated[Simulation, tyro.conf.subcommand("simulate")]
-    | Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-)
+@dataclass(frozen=True)
+class Train:
+    """Train a task on several replicas: spawns them on this machine, or joins the world that torchrun started.
+
+    A flag overrides the configuration file, the file overrides the recipe, the recipe overrides the defaults.
+    """
+
+    recipe: str | None = None
+    """A named configuration to begin with; an unknown name lists them."""
+    config: Path | None = None
+    """A TOML file; its keys are the names of these flags."""
+    resume: Path | None = None
+    """The directory of a run to go on with, with its configuration; flags may change it, the number of replicas too."""
+    dry_run: bool = False
+    """Build the model on no device and print what it would cost; train nothing."""
+    settings: Run = field(default_factory=Run)
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the model of a run in the form that others load: Hugging Face transformers where it is one of theirs."""
+
+    run: tyro.conf.Positional[Path]
+    """The run's directory."""
+    folder: tyro.conf.Positional[Path]
+    """Where to write; must not exist yet."""
+
+
+def parse(arguments: Sequence[str]) -> object:
+    """The command that these arguments of the command line say."""
+    train = Train(settings=_base(arguments)) if arguments[:1] == ["train"] else Train()
+    kinds = (
+        Annotated[Train, tyro.conf.subcommand("train", default=train)]
+        | Annotated[Simulation, tyro.conf.subcommand("simulate")]
+        | Annotated[Demo, tyro.conf.subcommand("demo")]
+        | Annotated[Plan, tyro.conf.subcommand("plan")]
+        | Annotated[Export, tyro.conf.subcommand("export")]
+        | Annotated[Bench, tyro.conf.subcommand("bench")]
+    )
+    return tyro.cli(
+        kinds,
+        prog="overtone",
+        description="Train one model on many machines joined by thin wires.",
+        args=list(arguments),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    )
+
+
+def _base(arguments: Sequence[str]) -> Run:
+    """What the flags start from: a recipe, a file or an earlier run, each if there is one."""
+    recipe, config, resume = (_value_of(arguments, flag) for flag in ("--recipe", "--config", "--resume"))
+    run = Run()
+    if recipe is not None:
+        if recipe not in RECIPES:
+            raise ConfigError(f"recipe {recipe!r}: unknown; there are {', '.join(RECIPES)}")
+        run = RECIPES[recipe]()
+    if resume is not None:
+        rundir.check(Path(resume), resume=True)
+        run = replace(settings.load(Path(resume) / rundir.CONFIG, run), run=Path(resume))
+    if config is not None:
+        run = settings.load(Path(config), run)
+    return run
+
+
+def _value_of(arguments: Sequence[str], flag: str) -> str | None:
+    for i, argument in enumerate(arguments):
+        if argument == flag and i + 1 < len(arguments):
+            return arguments[i + 1]
+        if argument.startswith(f"{flag}="):
+            return argument.partition("=")[2]
+    return None
 
 
 @singledispatch
@@ -90,7 +156,7 @@ def _(command: Simulation) -> None:
         _check_writable(command.json)
     with _bar() as bar:
         task = bar.add_task(command.choice.method, total=command.training.steps, note="")
-        result = training.simulate(command, _shown(bar, task))
+        result = simulation.simulate(command, _shown(bar, task))
     if command.json is not None:
         write_json(command.json, result)
     out.print(compare.summary(result))
@@ -141,8 +207,26 @@ def _(command: Bench) -> None:
 
 @run.register
 def _(command: Plan) -> None:
-    shapes = {name: tuple(p.shape) for name, p in ByteTransformer(command.model).named_parameters()}
+    shapes = plan.shapes_of(command.task)
     out.print(plan.describe(command.choice.build(), shapes, command.replicas))
+
+
+@run.register
+def _(command: Train) -> None:
+    if command.dry_run:
+        out.print(plan.dry_run(command.settings))
+        return
+    from overtone import launch
+
+    launch.train(command.settings, resume=command.resume is not None)
+
+
+@run.register
+def _(command: Export) -> None:
+    from overtone.export import export
+
+    step, metrics = export(command.run, command.folder)
+    out.print(f"{command.folder}: the model of {command.run} at step {step}; {metrics_line(metrics)}")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -172,7 +256,7 @@ def _one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def _shown(bar: Progress, task: TaskID) -> training.Progress:
+def _shown(bar: Progress, task: TaskID) -> simulation.Progress:
     return lambda step, loss: bar.update(task, completed=step, note=f"loss {loss:.3f}")
 
 

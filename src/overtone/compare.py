@@ -12,10 +12,13 @@ import torch
 from rich.table import Table
 
 from overtone.config import MethodChoice, Simulation, Training
-from overtone.tasks.language import ModelSize
-from overtone.train import simulate
+from overtone.simulation import simulate
+from overtone.tasks import Language, TaskOptions
+from overtone.words import human_bytes
 
-DEMO = Simulation(training=Training(steps=600, batch=8), model=ModelSize(width=64, layers=2, heads=4))
+DEMO = Simulation(
+    training=Training(steps=600, batch=8), task=TaskOptions(language=Language(width=64, layers=2, heads=4))
+)
 DEMO_LEGEND = (
     "[dim]loss: nats per byte on held-out text, after finish(). bytes sent: by one replica over the whole run.\n"
     "gain kept: the share of DiLoCo's gain over `alone` (one replica, no communication) that survives.\n"
@@ -75,15 +78,6 @@ def share_of_gain(loss: float, *, alone: float, diloco: float) -> str:
     return f"{round((alone - loss) / (alone - diloco), 2) + 0.0:.0%}"
 
 
-def human_bytes(count: float) -> str:
-    """Three digits and a unit."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Loss, bytes and gain kept of runs that differ only in their method; needs `alone` and `diloco` among them."""
     by_name = {result["method"]: result for result in results}
@@ -124,11 +118,9 @@ def ratio(reference: int, sent: int) -> str:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    data, training = result["data"], result["training"]
-    tokens = training["steps"] * training["batch"] * result["model"]["context"]
     return (
-        f"{result['parameters']:,} parameters, {result['replicas']} replicas, {training['steps']} steps, "
-        f"{tokens:,} bytes of text per replica ({data['name']})"
+        f"{result['parameters']:,} parameters, {result['replicas']} replicas, {result['steps']} steps, "
+        f"{result['units_per_replica']:,} {result['unit']} per replica ({result['data']['name']})"
     )
 
 

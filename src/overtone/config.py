@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from overtone.errors import OvertoneError
 from overtone.methods import Method, method_named
-from overtone.tasks.language import ModelSize
+from overtone.tasks.options import TaskOptions
 
 
 class ConfigError(OvertoneError, ValueError):
@@ -16,8 +17,9 @@ class ConfigError(OvertoneError, ValueError):
 
 def at_least_one(settings: object, *names: str) -> None:
     for name in names:
-        if getattr(settings, name) < 1:
-            raise ConfigError(f"{name}={getattr(settings, name)}: at least 1")
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: at least 1")
 
 
 @dataclass(frozen=True)
@@ -63,20 +65,30 @@ class Training:
     steps: int = 1000
     """Local steps of every replica."""
     batch: int = 16
-    """Windows per replica and step."""
+    """Samples per replica and step, in each part of it if there is accumulation."""
+    accumulate: int = 1
+    """Backward passes per step."""
+    inner: Literal["adamw", "sgd", "muon"] = "adamw"
+    """The inner optimiser. muon: for matrices, with AdamW for all else."""
     inner_lr: float = 2e-3
-    """Peak learning rate of the inner AdamW; warm-up, then cosine to a tenth."""
+    """Peak learning rate of the inner optimiser."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up. cosine: down to a tenth; wsd: stable, then straight down to 0 over the last fifth."""
     warmup: int | None = None
     """Steps of linear warm-up; a fifth of all steps by default, for the outer momentum's sake."""
     clip: float = 1.0
     """Largest gradient norm."""
     weight_decay: float = 0.1
-    """Weight decay of the inner AdamW."""
-    windows: int = 256
-    """Validation windows."""
+    """Weight decay of the inner optimiser."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: autocast the forward pass; weights stay fp32."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    recompute: bool = False
+    """Gradient checkpointing: less memory for more time, where the model supports it."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "batch", "windows")
+        at_least_one(self, "steps", "batch", "accumulate")
         for name in ("inner_lr", "clip"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: above 0")
@@ -107,24 +119,83 @@ class Network:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Train a small byte-level transformer with K virtual replicas in one process, on a virtual network."""
+    """Train a task with K virtual replicas in one process, on a virtual network."""
 
     choice: MethodChoice = field(default_factory=MethodChoice)
-    data: Path | None = None
-    """A text file; by default the Python standard library's own sources."""
     replicas: int = 4
     """Virtual replicas (papers: K)."""
     seed: int = 0
     """Seed of initial weights and data order."""
     json: Path | None = None
     """Write the result here, as one JSON object."""
+    task: TaskOptions = field(default_factory=TaskOptions)
     training: Training = field(default_factory=Training)
-    model: ModelSize = field(default_factory=ModelSize)
     network: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**40:
-            raise ConfigError(f"seed={self.seed}: from 0 to {2**40 - 1}")
+        _check_seed(self.seed)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a run leaves behind, and when."""
+
+    eval_every: int | None = None
+    """Steps between validations; a tenth of all steps by default, up to the next round."""
+    log_every: int = 10
+    """Steps between lines of the run log."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; likewise."""
+    keep_checkpoints: int = 2
+    """How many complete ones to keep."""
+    track: Literal["none", "wandb", "trackio"] = "none"
+    """Send the metrics there too; the run log and TensorBoard have them always."""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "eval_every", "log_every", "checkpoint_every", "keep_checkpoints")
+
+    def resolved(self, steps: int, every: int) -> Saving:
+        """A tenth of all steps means after the next round: between two rounds the anchor does not move."""
+        tenth = -(-max(1, steps // 10) // every) * every
+        return replace(self, eval_every=self.eval_every or tenth, checkpoint_every=self.checkpoint_every or tenth)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Train a task: spawns the replicas on this machine, or joins the world that torchrun started."""
+
+    choice: MethodChoice = field(default_factory=MethodChoice, metadata={"table": "method"})
+    replicas: int = 2
+    """Replicas to start here; under torchrun its world counts."""
+    seed: int = 0
+    """Seed of initial weights and data order."""
+    run: Path | None = None
+    """The run's directory; by default a new one below runs/."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU for each replica if there are enough."""
+    threads: int | None = None
+    """CPU threads of each replica; by default half of the cores shared among them, at least one."""
+    port: int = 0
+    """Where local replicas meet; 0: any free port."""
+    task: TaskOptions = field(default_factory=TaskOptions)
+    training: Training = field(default_factory=Training)
+    saving: Saving = field(default_factory=Saving)
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+        at_least_one(self, "replicas", "threads")
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port={self.port}: from 0 (any) to {2**16 - 1}")
+
+    def resolved(self) -> Run:
+        """With everything said that was left to a default."""
+        saving = self.saving.resolved(self.training.steps, self.choice.build().every or 1)
+        return replace(self, training=self.training.resolved(), saving=saving)
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**40:
+        raise ConfigError(f"seed={seed}: from 0 to {2**40 - 1}")
 
 
 @dataclass(frozen=True)

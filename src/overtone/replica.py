@@ -290,9 +290,7 @@ class Replica:
 
     def finishing(self) -> Talk[list[Round]]:
         rounds: list[Round] = []
-        ledger = self.transport.ledger
-        ledger.phase = "finish"
-        try:
+        with self.transport.ledger.during("finish"):
             if self.method.every is not None and self.steps > self.steps_at_round:
                 rounds.append((yield from self.rounding()))
             if "residual" in self.state:
@@ -305,8 +303,6 @@ class Replica:
                 if "anchor" in self.state:
                     self.show(self.state["anchor"])
                 yield from self._converse(Say(self._header(Kind.FINISH), self.method.codec))
-        finally:
-            ledger.phase = "rounds"
         return rounds
 
     def show(self, coeffs: Tensor) -> None:

@@ -19,7 +19,7 @@ from overtone.exchange import Broadcast, Exchange, Gather, Sum, Talk
 from overtone.inner import Closure
 from overtone.methods import Method
 from overtone.network import Absence, Link
-from overtone.randomness import Randomness
+from overtone.randomness import Randomness, seed_of
 from overtone.record import Round
 from overtone.replica import Replica
 from overtone.transport import SIZE_BYTES, Ledger
@@ -123,7 +123,7 @@ class Cluster:
                 raise OvertoneError(f"absence of rank {absence.rank}: there are ranks 0 to {replicas - 1}")
         self.clock = 0.0  # virtual seconds since the start
         self._busy = [0.0] * replicas  # virtual time up to which each replica has computed
-        self._random = [Randomness(seed * 1_000_003 + rank) for rank in range(replicas)]
+        self._random = [Randomness(seed_of(seed, rank)) for rank in range(replicas)]
         self.table = Table()
         self.replicas: list[Replica] = []
         for rank in range(replicas):

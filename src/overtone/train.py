@@ -1,150 +1,136 @@
-"""The run: build, train, evaluate. One training loop, whatever carries the messages."""
+"""The one training loop, whatever carries the messages: a crew of replicas, their feeds, and nothing else.
+
+A crew is a `Cluster` of virtual replicas or this process's own replica in a world of real ones. Who runs the loop
+decides what happens between two steps: `simulation.py` shows a bar, `run.py` evaluates, saves and logs.
+"""
 
 from __future__ import annotations
 
-import copy
-import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from overtone import fingerprint
-from overtone.config import Simulation, Training
-from overtone.network import Link
+from overtone.config import ConfigError, Training
+from overtone.optimisers import Schedule
+from overtone.record import Round
 from overtone.replica import Replica
-from overtone.simulate import Cluster
-from overtone.tasks.language import ByteTransformer, load_text
-from overtone.version import __version__
-
-Progress = Callable[[int, float], None]  # local steps done, newest training loss of replica 0
+from overtone.tasks import Feed, Samples, Task
 
 
-def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, Any]:
-    """The whole run of `overtone simulate`; its result is repeatable to the bit but for ``wall_seconds``."""
-    begin = time.perf_counter()
-    method = config.choice.build()
-    text = load_text(None if config.data is None else str(config.data))
-    size, training, network = config.model, config.training.resolved(), config.network
-    shards = [
-        text.shard(rank, config.replicas, context=size.context, batch=training.batch, seed=config.seed)
-        for rank in range(config.replicas)
-    ]
+class Crew(Protocol):
+    """Replicas that step together."""
 
-    def build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: ARG001 (rank 0's weights win)
-        model = ByteTransformer(size)
-        return model, torch.optim.AdamW(
-            model.parameters(), lr=training.inner_lr, betas=(0.9, 0.95), weight_decay=training.weight_decay
-        )
+    @property
+    def replicas(self) -> Sequence[Replica]: ...
 
-    cluster = Cluster(
-        build,
-        method,
-        replicas=config.replicas,
-        links=Link(bandwidth=network.bandwidth * 1e6, latency=network.latency / 1e3),
-        step_seconds=network.step_seconds,
-        seed=config.seed,
-    )
-    schedules = [schedule(replica.inner, training) for replica in cluster.replicas]
-    for step in range(training.steps):
+    def turns(self) -> Iterator[Replica]:
+        """Each replica in turn, with its own random state in force."""
+        ...
+
+    def step(self, *, clip: float | None) -> list[Round]: ...
+
+
+class Own:
+    """This process's replica: a crew of one, whose peers are elsewhere."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replicas = [replica]
+
+    def turns(self) -> Iterator[Replica]:
+        yield from self.replicas
+
+    def step(self, *, clip: float | None) -> list[Round]:
+        record = self.replicas[0].step(clip=clip)
+        return [] if record is None else [record]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one local step of the whole crew did."""
+
+    count: int  # local steps since the beginning, this one included
+    losses: list[Tensor]  # of each replica, on the device
+    rounds: list[Round]  # each replica's record, if the step ended in a round
+    seconds_data: float  # getting the batches
+    seconds: float  # all of it
+
+
+def local_steps(
+    crew: Crew, task: Task, feeds: Mapping[int, Feed], training: Training, *, begin: int = 0
+) -> Iterator[Step]:
+    """Train to the end, one local step of every replica at a time. ``feeds`` are by rank."""
+    schedule = Schedule(training)
+    while begin < training.steps:
+        started = time.perf_counter()
+        data = 0.0
         losses = []
-        for replica in cluster.turns():
-            loss = replica.model(next(shards[replica.transport.rank]))
-            loss.backward()
-            losses.append(loss.detach())
-        cluster.step(clip=training.clip)
-        for replica, plan in zip(cluster.replicas, schedules, strict=True):
+        for replica in crew.turns():
+            schedule.set(replica.inner, begin)
+            total = torch.zeros((), device=replica.device)
+            for _ in range(training.accumulate):
+                asked = time.perf_counter()
+                batch = to_device(feeds[replica.transport.rank].next(), replica.device)
+                data += time.perf_counter() - asked
+                with casting(training, replica.device):
+                    loss = task.loss(replica.model, batch) / training.accumulate
+                loss.backward()
+                total += loss.detach()
+            losses.append(total)
+        rounds = crew.step(clip=training.clip)
+        for replica in crew.replicas:
             replica.inner.zero_grad()
-            plan.step()
-        if progress is not None:
-            progress(step + 1, float(losses[0]))
-
-    valid = text.validation(context=size.context, windows=training.windows)
-    first = cluster.replicas[0]
-    rounds = first.rounds
-    with first.anchor() as shared:
-        at_anchor = evaluate(shared, valid)
-    mean = average_model(cluster.replicas)
-    drift = max_drift(cluster.replicas, mean)
-    at_average = evaluate(mean, valid)
-    finish = cluster.finish()
-    ledger = first.transport.ledger
-    return {
-        "method": method.name,
-        "numbers": method.numbers(),
-        "replicas": config.replicas,
-        "every": method.every,
-        "steps": training.steps,
-        "seed": config.seed,
-        "parameters": sum(p.numel() for p in first.model.parameters()),
-        "val_loss": evaluate(first.model, valid),
-        "val_loss_anchor": at_anchor,
-        "val_loss_average": at_average,
-        "consensus": method.consensus,
-        "bytes_sent": ledger.sent,
-        "bytes_finish": ledger.counts["finish"].sent,
-        "bytes_setup": ledger.counts["setup"].sent,
-        "rounds": rounds,
-        "rounds_finish": len(finish[0]),
-        "max_drift": drift,
-        "anchor_fingerprint": first.fingerprint,
-        "simulated_seconds": cluster.clock,
-        "data": {
-            "name": text.name,
-            "train_bytes": text.train.numel(),
-            "valid_bytes": text.valid.numel(),
-            "fingerprint": fingerprint.of_tensors([text.train, text.valid]).hex(),
-        },
-        "training": asdict(training),
-        "model": asdict(size),
-        "network": asdict(network),
-        "versions": {"overtone": __version__, "torch": torch.__version__},
-        "wall_seconds": time.perf_counter() - begin,
-    }
+        begin += 1
+        yield Step(begin, losses, rounds, data, time.perf_counter() - started)
 
 
-def schedule(inner: torch.optim.Optimizer, training: Training) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then cosine to a tenth."""
-    warmup = training.resolved().warmup or 0
+def casting(training: Training, device: torch.device) -> torch.autocast | nullcontext[None]:
+    if training.precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
 
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = (step - warmup) / max(1, training.steps - warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
-    return torch.optim.lr_scheduler.LambdaLR(inner, factor)
+def to_device(batch: object, device: torch.device) -> object:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    return type(batch)(to_device(part, device) for part in batch) if isinstance(batch, tuple | list) else batch
+
+
+def prepare(model: nn.Module, training: Training, device: torch.device) -> nn.Module:
+    """The model as the run wants it: on its device, recomputing or compiled."""
+    model.to(device).train()
+    if training.recompute:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(
+                f"recompute: {type(model).__name__} does not support gradient checkpointing; leave it out"
+            )
+        model.gradient_checkpointing_enable(  # type: ignore[operator]
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+    if training.compile:
+        model.compile()
+    return model
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, windows: Tensor, batch: int = 64) -> float:
-    """Mean loss over all windows."""
+def measure(task: Task, model: nn.Module, samples: Samples, rows: Tensor, batch: int) -> tuple[dict[str, float], int]:
+    """Sums of the task's measures over these rows, and how many there were."""
     training = model.training
     model.eval()
-    total = sum(float(model(part)) * len(part) for part in windows.split(batch))
+    device = next(model.parameters()).device
+    sums: dict[str, float] = {}
+    for part in rows.split(batch):
+        for name, mean in task.measure(model, to_device(samples.batch(part, None), device)).items():
+            sums[name] = sums.get(name, 0.0) + mean * len(part)
     model.train(training)
-    return total / len(windows)
+    return sums, len(rows)
 
 
-@torch.no_grad()
-def average_model(replicas: Sequence[Replica]) -> nn.Module:
-    """A model with the mean of the replicas' weights (and floating buffers)."""
-    mean = copy.deepcopy(replicas[0].model)
-    states = [replica.model.state_dict() for replica in replicas]
-    for name, tensor in mean.state_dict().items():
-        if tensor.is_floating_point():
-            tensor.copy_(torch.stack([state[name].float() for state in states]).mean(dim=0))
-    return mean
-
-
-@torch.no_grad()
-def max_drift(replicas: Sequence[Replica], mean: nn.Module) -> float:
-    """The largest distance of a replica's weights to their mean, relative to the mean's norm."""
-    centre = nn.utils.parameters_to_vector(mean.parameters())
-    distances = [
-        float((nn.utils.parameters_to_vector(replica.model.parameters()) - centre).norm()) for replica in replicas
-    ]
-    return max(distances) / float(centre.norm())
+def evaluate(task: Task, model: nn.Module, batch: int = 64) -> dict[str, float]:
+    """The task's metrics over all validation samples."""
+    sums, count = measure(task, model, task.valid, torch.arange(len(task.valid)), batch)
+    return task.summary({name: total / count for name, total in sums.items()})

@@ -19,6 +19,7 @@ from torch import Tensor
 from overtone.bits import bytes_tensor, tensor_bytes
 from overtone.errors import PeerError
 
+PHASES = ("setup", "rounds", "finish", "upkeep")
 SIZE_BYTES = 8  # the length of a message, told beside it
 
 
@@ -35,12 +36,13 @@ class Count:
 class Ledger:
     """The one place that counts: the buffers really handed over, in the phase they belong to.
 
-    *setup* is the greeting and the first broadcast, *rounds* the training, *finish* the last messages. `sent` and
-    `received` are rounds and finish together: what a method costs.
+    *setup* is the greeting and the first broadcast, *rounds* the training, *finish* the last messages, *upkeep* what a
+    run says besides (who was asked to stop, sums of a validation). `sent` and `received` are rounds and finish
+    together: what a method costs.
     """
 
     phase: str = "setup"
-    counts: dict[str, Count] = field(default_factory=lambda: {p: Count() for p in ("setup", "rounds", "finish")})
+    counts: dict[str, Count] = field(default_factory=lambda: {p: Count() for p in PHASES})
 
     @property
     def now(self) -> Count:
@@ -74,6 +76,15 @@ class Ledger:
         steps = (1 << i for i in range(size.bit_length()))
         self.now.sent += buffer_bytes * sum(step > position and position + step < size for step in steps)
         self.now.received += buffer_bytes if position else 0
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What is counted meanwhile belongs to this phase."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
     @contextmanager
     def wait(self) -> Iterator[None]:

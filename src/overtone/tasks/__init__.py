@@ -1,1 +1,52 @@
-"""Tasks: a model, its data and its metric."""
+"""Tasks: a model, data, and a measure of how well it does."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from overtone.tasks.deal import Dealt, Deck, Feed, Samples, TaskError
+from overtone.tasks.options import Image, Language, TaskOptions
+from overtone.tasks.task import Task, Tensors
+
+__all__ = [
+    "Dealt", "Deck", "Feed", "Image", "Language", "Samples", "Task", "TaskError", "TaskOptions", "Tensors", "load_task",
+]  # fmt: skip
+
+BUILT_IN = {"language": "overtone.tasks.language", "image": "overtone.tasks.image"}
+
+
+def load_task(options: TaskOptions) -> Task:
+    """The task by name, or from a Python file that has a function ``task(options)``."""
+    if options.task in BUILT_IN:
+        try:
+            module = import_module(BUILT_IN[options.task])
+        except ImportError as error:
+            raise TaskError(f"task {options.task}: needs {error.name}; pip install 'overtone[train]'") from error
+        found = module.task(options)
+    else:
+        found = _from_file(options)
+    if not isinstance(found, Task):
+        raise TaskError(f"task {options.task}: task(options) gave {type(found).__name__}; give an overtone.tasks.Task")
+    return found
+
+
+def _from_file(options: TaskOptions) -> object:
+    path = Path(options.task)
+    if path.suffix != ".py":
+        known = ", ".join(BUILT_IN)
+        raise TaskError(f"task {options.task!r}: unknown; there are {known}, or give the path of a Python file")
+    if not path.is_file():
+        raise TaskError(f"task {path}: no such file; give a Python file with a function task(options)")
+    name = f"overtone_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that its dataclasses and pickles find their home
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "task", None)):
+        raise TaskError(f"task {path}: has no function task(options); examples/own_task.py shows one")
+    return module.task(options)

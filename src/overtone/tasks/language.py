@@ -1,158 +1,168 @@
-"""The first task: a small byte-level decoder transformer that learns to predict the next byte of a text."""
+"""The language task: a causal language model learns to predict the next token of a text."""
 
 from __future__ import annotations
 
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overtone.errors import OvertoneError
+from overtone.tasks.byte_transformer import BYTES, ByteTransformer, ModelSize
+from overtone.tasks.deal import Feed, TaskError, dice_for
+from overtone.tasks.options import Language, TaskOptions
+from overtone.tasks.task import Task, Tensors
+from overtone.tasks.text import Alphabet, NoText, Stream, StreamFeed, Text, alphabet_for, open_text
+from overtone.tasks.transformers_presets import causal_lm
 
-BYTES = 256  # the vocabulary
-
-
-class TaskError(OvertoneError, ValueError):
-    """The task's data or model numbers cannot be used."""
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """The transformer's numbers. The default has 0.36 M parameters."""
-
-    width: int = 96
-    layers: int = 3
-    heads: int = 4
-    context: int = 64
-
-    def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise TaskError(f"{name}={getattr(self, name)}: at least 1")
-        if self.width % self.heads:
-            raise TaskError(f"heads={self.heads}: must divide the width, {self.width}")
+PROMPT, CONTINUED, TEMPERATURE = 32, 120, 0.8  # of a sample of what the model writes
 
 
-class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the stream."""
+class Architecture(Protocol):
+    """A model to build, to call and to save."""
 
-    def __init__(self, size: ModelSize) -> None:
-        super().__init__()
-        self.heads = size.heads
-        self.attend_norm = nn.LayerNorm(size.width)
-        self.attend_in = nn.Linear(size.width, 3 * size.width, bias=False)
-        self.attend_out = nn.Linear(size.width, size.width, bias=False)
-        self.mlp_norm = nn.LayerNorm(size.width)
-        self.mlp_in = nn.Linear(size.width, 4 * size.width, bias=False)
-        self.mlp_out = nn.Linear(4 * size.width, size.width, bias=False)
+    @property
+    def name(self) -> str: ...
 
-    def forward(self, x: Tensor) -> Tensor:  # (batch, time, width)
-        batch, time, width = x.shape
-        qkv = self.attend_in(self.attend_norm(x)).view(batch, time, 3, self.heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width / heads)
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attend_out(heads.transpose(1, 2).reshape(batch, time, width))
-        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
-        return out
+    @property
+    def vocabulary(self) -> int: ...
 
+    def build(self) -> nn.Module: ...
 
-class ByteTransformer(nn.Module):
-    """Bytes in, the loss of predicting each next byte out. The embedding is also the output matrix."""
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """(batch, time) to (batch, time, vocabulary)."""
+        ...
 
-    def __init__(self, size: ModelSize) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(BYTES, size.width)
-        self.place = nn.Embedding(size.context, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.LayerNorm(size.width)
-        for name, p in self.named_parameters():
-            if p.ndim == 2:
-                # Matrices that write into the stream start smaller, so that depth does not swell it.
-                shrink = (2 * size.layers) ** -0.5 if name.endswith("_out.weight") else 1.0
-                nn.init.normal_(p, std=0.02 * shrink)
-
-    def forward(self, window: Tensor) -> Tensor:
-        """(batch, time + 1) bytes to the mean loss in nats per byte."""
-        text, target = window[:, :-1], window[:, 1:]
-        x = self.embed(text) + self.place.weight[: text.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.norm(x), self.embed.weight)
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    def save(self, model: nn.Module, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
-class Text:
-    """Training and validation bytes."""
+class ByteModel:
+    """The preset "byte", which needs no library but torch."""
 
-    train: Tensor  # (n,) uint8
-    valid: Tensor
-    name: str
+    size: ModelSize
+    name: str = "byte"
+    vocabulary: int = BYTES
 
-    def shard(self, rank: int, replicas: int, *, context: int, batch: int, seed: int) -> Iterator[Tensor]:
-        """Endless (batch, context + 1) int64 batches of one replica's own windows.
+    def build(self) -> nn.Module:
+        return ByteTransformer(self.size)
 
-        The training bytes are cut into windows that do not overlap; window j belongs to replica j mod K. Each epoch
-        goes through a replica's windows in a new random order.
-        """
-        windows = (self.train.numel() - 1) // context
-        mine = torch.arange(rank, windows, replicas)
-        if mine.numel() < batch:
-            raise TaskError(
-                f"{self.name}: {self.train.numel()} training bytes give rank {rank} {mine.numel()} windows of "
-                f"{context}, fewer than one batch of {batch}; use more text, a shorter context or fewer replicas"
-            )
-        return self._batches(mine, context, batch, torch.Generator().manual_seed(seed * 1_000_003 + rank))
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        found: Tensor = model(tokens)
+        return found
 
-    def _batches(self, mine: Tensor, context: int, batch: int, dice: torch.Generator) -> Iterator[Tensor]:
-        span = torch.arange(context + 1)
-        while True:
-            order = mine[torch.randperm(mine.numel(), generator=dice)]
-            for rows in order.split(batch):
-                if rows.numel() == batch:
-                    yield self.train[rows.unsqueeze(1) * context + span].long()
+    def save(self, model: nn.Module, folder: Path) -> None:
+        from safetensors.torch import save_model
 
-    def validation(self, *, context: int, windows: int) -> Tensor:
-        """(windows, context + 1) int64, evenly spaced over the validation bytes: the same for everybody."""
-        room = self.valid.numel() - context - 1
-        if room < 0:
-            raise TaskError(f"{self.name}: {self.valid.numel()} validation bytes, the context needs {context + 1}")
-        starts = torch.linspace(0, room, min(windows, room + 1)).long().clamp_max(room)  # fp32 may overshoot
-        return self.valid[starts.unsqueeze(1) + torch.arange(context + 1)].long()
+        save_model(model, str(folder / "model.safetensors"))
+        (folder / "model.json").write_text(json.dumps(asdict(self.size), indent=2) + "\n")
 
 
-def load_text(path: str | None) -> Text:
-    """A text file (its last tenth is the validation part), or without a path the standard library's own sources (every
-    tenth file is for validation)."""
-    if path is None:
-        return _standard_library()
-    file = Path(path)
-    try:
-        raw = file.read_bytes()
-    except OSError as error:
-        raise TaskError(f"data {path}: {error.strerror or error}; give a readable text file") from error
-    cut = len(raw) * 9 // 10
-    if cut < 1:
-        raise TaskError(f"data {path}: {len(raw)} bytes; give a text of at least a few kilobytes")
-    return Text(_as_tensor(raw[:cut]), _as_tensor(raw[cut:]), file.name)
+class LanguageTask(Task):
+    """Windows of tokens; the loss is the mean cross entropy of each next token, in nats."""
+
+    name = "language"
+    unit = "tokens"
+    keys = None  # a window's place in the text is its number
+
+    def __init__(
+        self, architecture: Architecture, alphabet: Alphabet, text: Text | Stream | NoText, size: Language, windows: int
+    ) -> None:
+        self.architecture = architecture
+        self.alphabet = alphabet
+        self.text = text
+        self.context = size.context
+        self.train = text.samples(size.context)
+        self._valid = text.validation(context=size.context, windows=windows)
+        self.valid = Tensors(self._valid)
+
+    def model(self) -> nn.Module:
+        return self.architecture.build()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        logits = self.architecture.logits(model, batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Perplexity is per token; bits per byte of text do not depend on what a token is."""
+        loss = means["loss"]
+        perplexity = math.inf if loss > 700 else math.exp(loss)  # exp(710) is past the largest float
+        bits = loss / self.text.bytes_per_token / math.log(2)
+        return {**means, "perplexity": perplexity, "bits_per_byte": bits}
+
+    def units(self) -> int:
+        return self.context
+
+    def feed(self, rank: int, replicas: int, *, batch: int, seed: int, skew: float) -> Feed:
+        if isinstance(self.text, Stream):
+            if skew:
+                raise TaskError(f"skew={skew}: a stream is read in its own order; use 0, or data that is not hub:")
+            return StreamFeed(self.text, rank, replicas, batch=batch, seed=seed)
+        return super().feed(rank, replicas, batch=batch, seed=seed, skew=skew)
+
+    @torch.no_grad()
+    def sample(self, model: nn.Module) -> str:
+        """The first tokens of the validation text, and how the model goes on from there."""
+        if not len(self._valid):
+            return ""
+        tokens: list[int] = self._valid[0, : min(PROMPT, self.context)].tolist()
+        device = next(model.parameters()).device
+        dice = dice_for("sample")
+        training = model.training
+        model.eval()
+        try:
+            for _ in range(CONTINUED):
+                window = torch.tensor([tokens[-self.context :]], device=device)
+                # A model may have room for more tokens than there are.
+                logits = self.architecture.logits(model, window)[0, -1, : self.alphabet.size].float().cpu()
+                if not logits.isfinite().all():
+                    break  # a model that has diverged says nothing
+                chances = torch.softmax(logits / TEMPERATURE, dim=0)
+                tokens.append(int(torch.multinomial(chances, 1, generator=dice)))
+        finally:
+            model.train(training)
+        return visible(self.alphabet.decode(tokens))
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        self.architecture.save(model, folder)
+        self.alphabet.save(folder)
+
+    def about(self) -> dict[str, object]:
+        return {
+            **super().about(),
+            "model": self.architecture.name,
+            "vocabulary": self.architecture.vocabulary,
+            "context": self.context,
+            **self.text.about(),
+        }
 
 
-def _standard_library() -> Text:
-    """On every machine, about 10 MB without its tests; the bytes depend on the Python version."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skip = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__"}
-    files = sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
-    if not files:
-        raise TaskError(f"the standard library has no sources below {root}; give a text with --data FILE")
-    texts = [p.read_bytes() for p in files]
-    train = b"".join(text for i, text in enumerate(texts) if i % 10)
-    valid = b"".join(text for i, text in enumerate(texts) if i % 10 == 0)
-    return Text(_as_tensor(train), _as_tensor(valid), "standard library")
+def task(options: TaskOptions) -> Task:
+    size = options.language
+    alphabet = alphabet_for(size.tokenizer)
+    # Without data and tokenizer nothing says how many tokens there are: the model's own number.
+    vocabulary = None if options.data == "none" and size.tokenizer is None else alphabet.size
+    name = options.model or "byte"
+    architecture = (
+        _byte_model(size) if name == "byte" else causal_lm(name, size, vocabulary=vocabulary, end=alphabet.end)
+    )
+    return LanguageTask(architecture, alphabet, open_text(options, alphabet), size, options.valid_samples)
 
 
-def _as_tensor(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+def _byte_model(size: Language) -> Architecture:
+    if size.tokenizer is not None:
+        raise TaskError(f"model byte: predicts bytes, not the tokens of {size.tokenizer}; use one such as gpt2-30m")
+    own = ModelSize()
+    return ByteModel(
+        ModelSize(size.width or own.width, size.layers or own.layers, size.heads or own.heads, size.context)
+    )
+
+
+def visible(text: str) -> str:
+    """Control characters spelt out, except the end of a line: a terminal would obey them."""
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

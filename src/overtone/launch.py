@@ -1,0 +1,177 @@
+"""Starts the replicas of a run on this machine, on torch's own elastic launcher, and speaks for those that fail.
+
+Only what starts or joins a world of processes touches `torch.distributed`: this module and the transports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from overtone import rundir, settings
+from overtone.config import ConfigError, Run
+from overtone.errors import OvertoneError
+
+SPAWNED = "OVERTONE_SPAWNED"  # set for replicas that this module started
+PATIENCE = 600  # seconds that replicas have to save before they are killed
+
+
+class ReplicaError(OvertoneError, RuntimeError):
+    """A replica of the run failed; its own words."""
+
+
+def is_replica() -> bool:
+    """This process is one of a world already: ours, or that of an outer torchrun."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_ours() -> bool:
+    return SPAWNED in os.environ
+
+
+def train(config: Run, *, resume: bool) -> None:
+    """`overtone train`: as one replica of a world that exists, alone, or by starting all replicas here."""
+    if is_replica() or config.replicas == 1:
+        one_replica(config, resume=resume)
+    else:
+        all_replicas(config, resume=resume)
+
+
+def all_replicas(config: Run, *, resume: bool) -> None:
+    """Start them, each with the same configuration; refuse early what can be seen to fail."""
+    config.choice.build()
+    folder = config.run or rundir.fresh(config.choice.method)
+    rundir.check(folder, resume=resume)
+    rundir.free(folder)
+    file = _config_file(settings.toml(replace(config, run=folder)))
+    try:
+        going_on = ["--resume", str(folder)] if resume else []
+        spawn(["train", "--config", str(file), *going_on], replicas=config.replicas, port=config.port,
+              threads=threads_of(config, config.replicas))  # fmt: skip
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def threads_of(config: Run, replicas: int) -> int:
+    return config.threads or max(1, (os.cpu_count() or 1) // 2 // replicas)
+
+
+def one_replica(config: Run, *, resume: bool) -> None:
+    """Be one of them. What goes wrong is left for the launcher to tell, or told with the rank's name."""
+    from overtone.session import Session, Stopped  # the launcher itself has no need of it
+
+    _die_with_parent()
+    if config.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_of(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    try:
+        Session(config, resume=resume).run()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Stopped as stop:
+        sys.exit(128 + stop.signal)
+    except OvertoneError as error:
+        _confess(error)
+        if not is_replica():
+            raise
+        sys.exit(1 if is_ours() else f"overtone: rank {os.environ['RANK']}: {error}")
+    except Exception as error:
+        _confess(error)
+        raise
+
+
+def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -> None:
+    """``python -m overtone …`` as each of K replicas, until all are done. What one of them died of is raised here."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    if port:
+        _refuse_taken(port)
+    os.environ[SPAWNED] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no need to find out the host's own name
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=replicas,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{port}",
+        run_id=f"overtone-{os.getpid()}",
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr="localhost",
+        shutdown_timeout=PATIENCE,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "overtone", *arguments)
+    except ChildFailedError as error:
+        raise ReplicaError(_in_words(error.failures)) from None
+    except SignalException as stop:
+        sys.exit(128 + stop.sigval)
+
+
+def _config_file(text: str) -> Path:
+    """A configuration for the replicas to read."""
+    handle, path = tempfile.mkstemp(prefix="overtone-", suffix=".toml")
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    return Path(path)
+
+
+def _refuse_taken(port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("localhost", port))
+        except OSError as error:
+            raise ConfigError(f"port={port}: {error.strerror}; choose another, or 0 for any free one") from error
+
+
+def _in_words(failures: dict[int, ProcessFailure]) -> str:
+    """The failure that the others follow from: a replica that was killed, else the first that says more than that the
+    others are gone. The launcher itself ends the rest with SIGTERM."""
+    rank, failure = min(failures.items(), key=lambda item: (_is_consequence(item[1]), item[1].timestamp, item[0]))
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return f"rank {rank} was killed by {name}, and the others stopped; --resume goes on from the last checkpoint"
+    return f"rank {rank}: {_message(failure)}"
+
+
+def _message(failure: ProcessFailure) -> str:
+    said: object = failure.message  # what `_confess` wrote, or torch's own words
+    return str(said["message"]) if isinstance(said, dict) else str(said)
+
+
+def _is_consequence(failure: ProcessFailure) -> bool:
+    return failure.exitcode == -signal.SIGTERM or "the exchange broke off" in _message(failure)
+
+
+# -- in a replica ----------------------------------------------------------------------------------------------------
+
+
+def _die_with_parent() -> None:
+    """Without its launcher a replica would train on unseen and hold the run's directory: the kernel ends it instead."""
+    if is_ours() and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _confess(error: BaseException) -> None:
+    """Leave the reason where the launcher looks for it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": str(error) or type(error).__name__, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": said}))

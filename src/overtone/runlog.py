@@ -1,0 +1,134 @@
+"""The run log: one JSON object per line, the one source of all that is shown of a run.
+
+It is only ever appended to. A run that was cut off and went on from a checkpoint says so in a "resume" line; `read`
+leaves out what the lost steps before it had written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from overtone.errors import OvertoneError
+from overtone.version import __version__
+
+NAME = "run.jsonl"
+Record = dict[str, Any]
+
+
+class RunLogError(OvertoneError, RuntimeError):
+    """A run log that cannot be written or read."""
+
+
+class Sink(Protocol):
+    """Whoever wants to hear of every record."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunLog:
+    """Appends records to the file and hands them on to the sinks."""
+
+    def __init__(self, folder: Path, sinks: Sequence[Sink] = ()) -> None:
+        self.path = folder / NAME
+        self.sinks = sinks
+        torn = self.path.exists() and self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
+        self._file = self.path.open("a")
+        if torn:  # the run before was cut off in the middle of a line
+            self._file.write("\n")
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        record = {"event": event, "step": step, "time": round(time.time(), 3), **values}
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise RunLogError(f"{self.path}: {error.strerror}; free some space and go on with --resume") from error
+        self.show(record)
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self.sinks:
+            sink.close()
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a run (its directory, or the file itself) as if it had never been cut off."""
+    file = path / NAME if path.is_dir() else path
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise RunLogError(f"{file}: {error.strerror}; give the directory of a run") from error
+    records: list[Record] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            event, step = record["event"], record["step"]
+        except (ValueError, KeyError, TypeError):
+            # Cut off in the middle of a line by a kill; in any other place the file is damaged.
+            if number == len(lines) or (records and _follows_a_cut(lines, number)):
+                continue
+            raise RunLogError(f"{file}, line {number}: not a record of a run log") from None
+        if event == "resume":
+            records = [r for r in records if r["step"] <= step and r["event"] not in ("stop", "finish")]
+        records.append(record)
+    return records
+
+
+def _follows_a_cut(lines: Sequence[str], number: int) -> bool:
+    return '"event": "resume"' in lines[number] or '"event": "start"' in lines[number]
+
+
+def environment(hosts: Sequence[Any]) -> Record:
+    """Where the run takes place: enough to tell two machines apart and to build the same again."""
+    names = ("torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy", "numba")
+    return {
+        "overtone": __version__,
+        "python": platform.python_version(),
+        "versions": {name: version for name in names if (version := _version(name))},
+        "commit": _commit(),
+        "platform": platform.platform(),
+        "world": len(hosts),
+        "hosts": list(hosts),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def this_host(device: torch.device) -> Record:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {"host": socket.gethostname(), "device": str(device), "name": name, "threads": torch.get_num_threads(),
+            "cores": os.cpu_count()}  # fmt: skip
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """Of the sources that run, with a mark if they were changed; empty where there is no git."""
+    ask = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

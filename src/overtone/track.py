@@ -1,0 +1,86 @@
+"""Where metrics go besides the run log: TensorBoard always, Weights & Biases or trackio if asked. Each hears the same
+records and keeps the numbers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from overtone.config import ConfigError
+from overtone.runlog import Sink
+
+SHOWN = ("train", "round", "eval", "finish")  # events with numbers worth a curve
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """``event/name`` of every number in a record that is worth a curve."""
+    if record["event"] not in SHOWN:
+        return {}
+    skip = ("step", "time", "index")
+    return {
+        f"{record['event']}/{name}": float(value)
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in skip
+    }
+
+
+class TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError("train: needs tensorboard; pip install 'overtone[train]'") from error
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in numbers(record).items():
+            self.writer.add_scalar(name, value, record["step"])
+        if record.get("sample"):
+            self.writer.add_text("sample", f"```\n{record['sample']}\n```", record["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    def __init__(self, folder: Path) -> None:
+        wandb = _library("wandb")
+        self.run = wandb.init(project="overtone", name=folder.name, dir=str(folder), resume="allow", id=folder.name)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if record["event"] == "start":
+            self.run.config.update(record["config"], allow_val_change=True)
+        if found := numbers(record):
+            self.run.log({**found, "local_step": record["step"]})
+
+    def close(self) -> None:
+        self.run.finish(quiet=True)
+
+
+class Trackio:
+    def __init__(self, folder: Path) -> None:
+        self.run = _library("trackio").init(project="overtone", name=folder.name, resume="allow", embed=False)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if found := numbers(record):
+            self.run.log({**found, "local_step": record["step"]})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _library(name: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"track={name}: not installed; pip install {name}") from error
+
+
+TRACKERS: dict[str, Callable[[Path], Sink]] = {"wandb": Wandb, "trackio": Trackio}
+
+
+def sinks(folder: Path, track: str) -> list[Sink]:
+    return [TensorBoard(folder), *([TRACKERS[track](folder)] if track in TRACKERS else [])]

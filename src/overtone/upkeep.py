@@ -1,0 +1,45 @@
+"""What the replicas of a run tell each other besides the rounds: few bytes, counted apart from the method's own."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from overtone.transport import Transport
+
+MOST = 1 << 20  # bytes of one such message
+SECONDS = 5.0  # between two pulses, about
+
+
+class Upkeep:
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def tell(self, value: Any) -> list[Any]:
+        """Everybody's value, in the order of ranks. Whoever calls this must be sure that all others do."""
+        with self.transport.ledger.during("upkeep"):
+            heard = self.transport.gather(json.dumps(value).encode(), most=MOST)
+        return [json.loads(message.rstrip(b"\0")) for message in heard]
+
+
+class Pulse:
+    """Now and then the replicas tell each other whether one of them was asked to stop, so that all stop after the same
+    step. Replica 0 says when the next pulse is due, from how long steps take."""
+
+    def __init__(self, upkeep: Upkeep, step: int) -> None:
+        self.upkeep = upkeep
+        self.asked = ""  # by which signal
+        self.due = step + 1
+        self._last = (step, time.perf_counter())
+
+    def stop_after(self, step: int) -> str:
+        """Which signal somebody got, if all are to stop after this step; empty otherwise."""
+        if self.upkeep.transport.size > 1 and step < self.due:
+            return ""
+        before, began = self._last
+        per_step = max(1e-6, (time.perf_counter() - began) / max(1, step - before))
+        self._last = (step, time.perf_counter())
+        heard = self.upkeep.tell([self.asked, step + max(1, int(SECONDS / per_step))])
+        self.due = heard[0][1]
+        return next((asked for asked, _ in heard if asked), "")
