@@ -20,10 +20,11 @@ import torch
 import transformers
 from PIL import Image as Pil
 
-from overtone.tasks import Image, TaskError, TaskOptions, load_task
-from overtone.tasks import pictures as pictures_module
+from overtone.tasks import Image, TaskError, TaskOptions, load_task, picture_source
 from overtone.tasks.image import PRESETS, ImageTask, task
-from overtone.tasks.pictures import hold_out, load_pictures, mirrored, shifted, spread
+from overtone.tasks.picture_batches import mirrored, shifted
+from overtone.tasks.picture_source import spread
+from overtone.tasks.pictures import hold_out, load_pictures
 
 CLASSES = ("cat", "dog", "eel")
 
@@ -140,7 +141,7 @@ def test_digits_need_no_data() -> None:
     about = found.about()
     assert {name: about[name] for name in ("classes", "channels", "side")} == {"classes": 10, "channels": 1, "side": 8}
     assert about == task(options()).about()
-    assert (found.name, found.unit) == ("image digits", "images")
+    assert (about["task"], about["name"], found.unit) == ("image", "digits", "images")
 
 
 def test_validation_is_an_evenly_spaced_part(tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ def test_a_size_that_the_survey_missed_is_refused_when_met(tmp_path: Path, monke
     root = write_folder(tmp_path / "f" / "train", x, y).parent
     write_folder(root / "valid", x, y)
     Pil.new("RGB", (9, 9)).save(root / "train" / "eel" / "0011.png")
-    monkeypatch.setattr(pictures_module, "SURVEYED", 4)
+    monkeypatch.setattr(picture_source, "SURVEYED", 4)
     found = task(options(root))
     with pytest.raises(TaskError, match=r"eel/0011.png: 9x9, but others are 8x8; give --side"):
         found.train.batch(torch.tensor([0, 11]), None)
@@ -377,7 +378,7 @@ def test_nothing_to_train_on_still_makes_a_model() -> None:
     found = task(options("none", side=64))
     assert (len(found.train), len(found.valid)) == (0, 0)
     assert found.about()["side"] == 64
-    with pytest.raises(TaskError, match="0 training samples"):
+    with pytest.raises(TaskError, match=r"^no data: 0 training samples"):
         found.feed(0, 1, batch=4, seed=0, skew=0.0)
 
 
@@ -413,7 +414,7 @@ def test_a_config_for_another_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_config_that_is_of_no_use_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"no config.json in this folder"):
+    with pytest.raises(TaskError, match=r"a folder without config.json"):
         from_config(tmp_path)
     transformers.BertConfig().save_pretrained(tmp_path)
     with pytest.raises(TaskError, match="model_type bert does not classify images"):
@@ -525,9 +526,13 @@ def test_an_export_with_the_small_stem_loads_with_and_without_overtone(
     assert torch.equal(torch.load(tmp_path / "logits.pt"), wanted)
 
 
-def test_an_export_says_how_pictures_were_prepared(tmp_path: Path, trained: tuple[ImageTask, torch.nn.Module]) -> None:
+def test_an_export_says_how_pictures_were_prepared(
+    tmp_path: Path, trained: tuple[ImageTask, torch.nn.Module], capfd: pytest.CaptureFixture[str]
+) -> None:
     found, model = trained
     found.export(model, tmp_path)
+    assert capfd.readouterr().err == ""  # no bar, here and not for good
+    assert transformers.utils.logging.is_progress_bar_enabled()
     note = json.loads((tmp_path / "preprocessor_config.json").read_text())
     assert note["size"] == {"height": 8, "width": 8}
     assert torch.allclose(torch.tensor(note["image_mean"]), found.pictures.look.mean)
@@ -642,7 +647,8 @@ def test_idx_files_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_saved_datasets_that_cannot_be_used(tmp_path: Path) -> None:
     x, y = some_pictures(6)
-    refused(write_saved(tmp_path / "a", {"test": (x, y)}), "its splits are test; one called train is needed")
+    two = write_saved(tmp_path / "a", {"test": (x, y), "more": (x, y)})
+    refused(two, "no split 'train'; there are test, more")
     images = [Pil.fromarray(p) for p in x]
 
     def saved(name: str, **columns: list[object]) -> Path:
@@ -661,7 +667,7 @@ def test_saved_datasets_that_cannot_be_used(tmp_path: Path) -> None:
     table.cast_column("label", missing).save_to_disk(str(tmp_path / "i"))
     refused(tmp_path / "i", "labels from -1 to 2; number the classes from 0 to at most 2")
     (tmp_path / "b" / "state.json").write_text("{")
-    refused(tmp_path / "b", "not a readable saved dataset")
+    refused(tmp_path / "b", "empty or damaged")
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -671,3 +677,6 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     root = write_saved(tmp_path / "saved", {"train": some_pictures(6)})
     monkeypatch.setitem(sys.modules, "datasets", None)
     refused(root, r"needs datasets; pip install")
+    root = write_folder(tmp_path / "folder", *some_pictures(6))
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    refused(root, r"^task image: needs PIL.Image; pip install")

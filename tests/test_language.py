@@ -18,7 +18,7 @@ import tokenizers
 import torch
 import transformers
 
-from overtone.tasks import Language, TaskError, TaskOptions, load_task, text
+from overtone.tasks import Language, TaskError, TaskOptions, alphabet, load_task, stream
 from overtone.tasks.byte_transformer import ByteTransformer, ModelSize
 from overtone.tasks.language import LanguageTask, visible
 from overtone.tasks.transformers_presets import PRESETS, nearest_first
@@ -60,9 +60,11 @@ def trained_tokenizer(path: Path, special: list[str]) -> Path:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator([prose(2000, 9)], trainer)
     tokenizer.enable_truncation(8)  # as files for single sentences have it; it must not cut a text
@@ -281,7 +283,7 @@ def test_replicas_have_windows_of_their_own(poem: Path) -> None:
 def test_the_standard_library() -> None:
     made = language(model="byte")
     about = made.about()
-    assert about["data"] == "standard library"
+    assert (about["task"], about["name"]) == ("language", "standard library")
     assert about["train_tokens"] > 5 * about["valid_tokens"] > 0  # type: ignore[operator]
     assert about["vocabulary"] == 256
     assert made.units() == 16
@@ -319,14 +321,23 @@ def test_bits_per_byte_by_hand(poem: Path, subwords: Path) -> None:
 
 
 def test_long_texts_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch, poem: Path, subwords: Path) -> None:
-    whole = text.Subwords(subwords)
-    document = text.Document(poem.read_bytes(), "poem")
-    monkeypatch.setattr(text, "PIECE", 100)
-    parts = text.pieces(poem.read_text())
+    whole = alphabet.Subwords(subwords)
+    document = alphabet.Document(poem.read_bytes(), "poem")
+    monkeypatch.setattr(alphabet, "PIECE", 100)
+    parts = alphabet.pieces(poem.read_text())
     assert len(parts) > 50
     assert "".join(parts) == poem.read_text()
     assert all(part.endswith("\n") for part in parts[:-1])
     assert whole.decode(whole.encode(document).tolist()) == poem.read_text()
+
+
+def test_data_is_called_by_its_own_name(poem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert language(poem).about()["name"] == "poem.txt"
+    assert language(poem.parent).about()["name"] == poem.parent.name
+    monkeypatch.chdir(poem.parent)
+    assert language(".").about()["name"] == poem.parent.name
+    with pytest.raises(TaskError, match=r"^poem\.txt: \d+ training samples give each of 999 replicas"):
+        language(poem).feed(0, 999, batch=9, seed=0, skew=0.0)
 
 
 def test_fingerprints_tell_data_apart(tmp_path: Path, poem: Path) -> None:
@@ -421,8 +432,8 @@ def test_no_data() -> None:
     made = language("none")
     assert len(made.train) == len(made.valid) == 0
     assert made.sample(made.model()) == ""
-    assert made.about()["data"] == "none"
-    with pytest.raises(TaskError, match="0 training samples"):
+    assert made.about()["name"] == "no data"
+    with pytest.raises(TaskError, match=r"^no data: 0 training samples"):
         made.feed(0, 1, batch=1, seed=0, skew=0.0)
 
 
@@ -475,7 +486,7 @@ def folder_of(path: Path, files: int, rows: int = 40) -> Path:
 def test_a_stream_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subwords: Path, replicas: int, files: int
 ) -> None:
-    monkeypatch.setattr(text, "BLOCK", 7)
+    monkeypatch.setattr(stream, "BLOCK", 7)
     model = {"model": "gpt2-1m", "tokenizer": subwords} if files == 3 else {}
     data = f"hub:{folder_of(tmp_path / 'd', files)}"
     made = language(data, samples=4, **model)  # type: ignore[arg-type]
@@ -650,13 +661,17 @@ def test_control_characters_are_spelt_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-neox-1m", "llama-1m", "gpt2-1m"])
-def test_exported_models_load_elsewhere(tmp_path: Path, poem: Path, subwords: Path, name: str) -> None:
+def test_exported_models_load_elsewhere(
+    tmp_path: Path, poem: Path, subwords: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = None if name == "llama-1m" else subwords
     made = language(poem, model=name, tokenizer=tokenizer)
     model = made.model()
     folder = tmp_path / "out"
     folder.mkdir()
     made.export(model, folder)
+    assert capfd.readouterr().err == ""  # no bar, here and not for good
+    assert transformers.utils.logging.is_progress_bar_enabled()
     assert model.config.use_cache is False  # type: ignore[union-attr]
     assert (folder / "model.safetensors").is_file()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -668,7 +683,7 @@ def test_exported_models_load_elsewhere(tmp_path: Path, poem: Path, subwords: Pa
     if tokenizer is not None:
         reader = transformers.AutoTokenizer.from_pretrained(folder)
         sentence = prose(40, 3)
-        assert reader(sentence)["input_ids"] == made.alphabet.encode(text.Document(sentence.encode(), "")).tolist()
+        assert reader(sentence)["input_ids"] == made.alphabet.encode(alphabet.Document(sentence.encode(), "")).tolist()
         assert reader.eos_token == "<|endoftext|>"
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from overtone import compare, plan, rundir, settings, simulation
-from overtone.config import CodecBench, ConfigError, MethodChoice, Run, Simulation, at_least_one
+from overtone.config import CodecBench, ConfigError, MethodChoice, Run, Simulation, TrainBench, at_least_one
 from overtone.recipes import RECIPES
 from overtone.tasks import TaskOptions
 from overtone.words import metrics_line
@@ -46,16 +47,7 @@ class Demo:
 class Bench:
     """Measure on this machine what the documentation claims, as ratios within one run."""
 
-    what: tyro.conf.Positional[Literal["codec"]]
-    """codec: a round's encoding and decoding, against the published path and against memory."""
-    settings: CodecBench = field(default_factory=CodecBench)
-    threads: int = 1
-    """Threads that torch may use."""
-    json: Path | None = None
-    """Write everything measured here, as one JSON object."""
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "threads")
+    what: Annotated[CodecBench, tyro.conf.subcommand("codec")] | Annotated[TrainBench, tyro.conf.subcommand("train")]
 
 
 @dataclass(frozen=True)
@@ -192,17 +184,46 @@ def _(command: Demo) -> None:
 
 @run.register
 def _(command: Bench) -> None:
-    try:
-        from overtone.bench import codec
-    except ImportError as error:
-        raise ConfigError(f"bench codec: needs {error.name}; pip install 'overtone[bench]'") from error
+    run(command.what)
+
+
+@run.register
+def _(command: CodecBench) -> None:
+    codec = _optional("overtone.bench.codec", "bench codec", "bench")
     if command.json is not None:
         _check_writable(command.json)
     torch.set_num_threads(command.threads)
-    report = codec.run(command.settings, lambda what: err.print(f"measuring: {what}", highlight=False))
+    report = codec.run(command, lambda what: err.print(f"measuring: {what}", highlight=False))
+    _tell_report(report, codec.markdown(report), command.json)
+
+
+@run.register
+def _(command: TrainBench) -> None:
+    bench = _optional("overtone.bench.train", "bench train", "train")
     if command.json is not None:
-        write_json(command.json, report)
-    print(codec.markdown(report))
+        _check_writable(command.json)
+    torch.set_num_threads(command.threads)
+    from overtone import launch
+
+    if command.replicas > 1 and not launch.is_replica():
+        launch.spawn(sys.argv[1:], replicas=command.replicas, threads=command.threads, port=0)
+        return
+    report = launch.in_world(lambda: bench.run(command))
+    if report["rank"] == 0:
+        _tell_report(report, bench.markdown(report), command.json)
+
+
+def _optional(module: str, what: str, extra: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{what}: needs {error.name}; pip install 'overtone[{extra}]'") from error
+
+
+def _tell_report(report: dict[str, Any], text: str, json: Path | None) -> None:
+    if json is not None:
+        write_json(json, report)
+    print(text)
 
 
 @run.register

@@ -8,7 +8,7 @@ from typing import Literal
 
 from overtone.errors import OvertoneError
 from overtone.methods import Method, method_named
-from overtone.tasks.options import TaskOptions
+from overtone.tasks.options import Language, TaskOptions
 
 
 class ConfigError(OvertoneError, ValueError):
@@ -200,7 +200,7 @@ def _check_seed(seed: int) -> None:
 
 @dataclass(frozen=True)
 class CodecBench:
-    """What `overtone bench codec` measures with."""
+    """A round's encoding and decoding, against the published path and against memory."""
 
     width: int = 768
     """Width of the GPT whose tensors are used; with its layers and words, GPT-2 small by default."""
@@ -214,6 +214,32 @@ class CodecBench:
     """Payloads to average."""
     times: int = 3
     """Rounds to take the best of."""
+    threads: int = 1
+    """Threads that torch may use."""
+    json: Path | None = None
+    """Write everything measured here, as one JSON object."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "width", "layers", "words", "replicas", "times")
+        at_least_one(self, "width", "layers", "words", "replicas", "times", "threads")
+
+
+@dataclass(frozen=True)
+class TrainBench:
+    """The loop's speed: ddp against torch's own DistributedDataParallel, one replica against the bare loop."""
+
+    task: TaskOptions = field(default_factory=lambda: TaskOptions(model="gpt-neox-1m", language=Language(context=128)))
+    batch: int = 16
+    """Samples per replica and step."""
+    steps: int = 10
+    """Steps of a segment."""
+    segments: int = 9
+    """Segments of each contestant."""
+    replicas: int = 2
+    """Processes that exchange; 1 leaves that comparison out."""
+    threads: int = 1
+    """CPU threads of each process."""
+    json: Path | None = None
+    """Write everything measured here, as one JSON object."""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "batch", "steps", "segments", "replicas", "threads")

@@ -7,7 +7,7 @@ threads. It guards against accidents (a drifted weight, a lost update, blocks th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -20,6 +20,7 @@ _ROW_BYTES = 8 * _LANES
 _ROW = 0x5851F42D4C957F2D
 _MIX = 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
+_GROUP_BYTES = 1 << 22
 
 
 @lru_cache(maxsize=16)
@@ -38,20 +39,44 @@ def of_tensor(tensor: Tensor) -> int:
     Within a row every lane has an odd weight of its own, and the upper half of a word counts in the lower too: else
     two signs that flip would cancel each other. Rows are mixed before they are summed, so none can trade with another.
     """
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    loops = kernels_for(tensor.numel(), raw.device)
-    whole = raw.numel() // _ROW_BYTES * _ROW_BYTES
-    rows = [raw[:whole], _filled(raw[whole:])] if raw.numel() > whole else [raw[:whole]]
-    hashes = torch.cat([loops.row_hashes(r.view(torch.int64).view(-1, _LANES), _weights(r.device)) for r in rows])
-    hashes += torch.arange(1, len(hashes) + 1, device=hashes.device) * _signed(_ROW)
-    total = int(_mixed(hashes).sum())
-    return ((total & _MASK) ^ (raw.numel() * 0x9E3779B97F4A7C15)) & _MASK
+    return _of_each([_raw(tensor)])[0]
 
 
-def _filled(rest: Tensor) -> Tensor:
-    row = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=rest.device)
-    row[: rest.numel()] = rest
-    return row
+def _of_each(raws: Sequence[Tensor]) -> list[int]:
+    """The fingerprints of several runs of bytes, their rows hashed at one go: one by one, small tensors would take
+    longer to call than to hash. Rows that a tensor does not fill are filled with zeros."""
+    device = raws[0].device
+    counts = [-(-raw.numel() // _ROW_BYTES) for raw in raws]
+    hashes = _row_hashes(raws, counts)
+    number = torch.cat([torch.arange(1, count + 1, device=device) for count in counts])
+    owner = torch.repeat_interleave(torch.tensor(counts, device=device))
+    mixed = _mixed(hashes + number * _signed(_ROW))
+    totals = torch.zeros(len(raws), dtype=torch.int64, device=device).index_add_(0, owner, mixed)
+    return [
+        ((total & _MASK) ^ (raw.numel() * 0x9E3779B97F4A7C15)) & _MASK
+        for total, raw in zip(totals.tolist(), raws, strict=True)
+    ]
+
+
+def _row_hashes(raws: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """The hash of every row, in order."""
+    device = raws[0].device
+    loops = kernels_for(sum(raw.numel() for raw in raws) // 4, device)
+    if len(raws) == 1 and (whole := raws[0].numel() // _ROW_BYTES * _ROW_BYTES):
+        # One tensor, perhaps a large one: no copy of what lies in rows already.
+        rest = [raws[0][whole:]] if raws[0].numel() > whole else []
+        hashes = loops.row_hashes(raws[0][:whole].view(torch.int64).view(-1, _LANES), _weights(device))
+        return torch.cat([hashes, _row_hashes(rest, [1])]) if rest else hashes
+    rows = torch.zeros(sum(counts), _ROW_BYTES, dtype=torch.uint8, device=device).view(-1)
+    first = 0
+    for raw, count in zip(raws, counts, strict=True):
+        rows[first : first + raw.numel()] = raw
+        first += count * _ROW_BYTES
+    return loops.row_hashes(rows.view(torch.int64).view(-1, _LANES), _weights(device))
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _mixed(z: Tensor) -> Tensor:
@@ -67,9 +92,25 @@ def _signed(word: int) -> int:
 def of_tensors(tensors: Iterable[Tensor]) -> bytes:
     """Eight bytes for a sequence of tensors, order and lengths included."""
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        digest.update(of_tensor(tensor).to_bytes(8, "little"))
+    for group in _groups(tensors):
+        for value in _of_each(group):
+            digest.update(value.to_bytes(8, "little"))
     return digest.digest()
+
+
+def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours to hash together: small ones on one device, up to a few megabytes."""
+    group: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        raw = _raw(tensor)
+        if group and (size + raw.numel() > _GROUP_BYTES or raw.device != group[0].device):
+            yield group
+            group, size = [], 0
+        group.append(raw)
+        size += raw.numel()
+    if group:
+        yield group
 
 
 def of_bytes(data: bytes) -> bytes:

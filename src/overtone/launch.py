@@ -14,9 +14,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from overtone import rundir, settings
 from overtone.config import ConfigError, Run
 from overtone.errors import OvertoneError
+
+T = TypeVar("T")
 
 SPAWNED = "OVERTONE_SPAWNED"  # set for replicas that this module started
 PATIENCE = 600  # seconds that replicas have to save before they are killed
@@ -73,18 +76,25 @@ def threads_of(config: Run, replicas: int) -> int:
 
 
 def one_replica(config: Run, *, resume: bool) -> None:
-    """Be one of them. What goes wrong is left for the launcher to tell, or told with the rank's name."""
+    """Be one of them."""
     from overtone.session import Session, Stopped  # the launcher itself has no need of it
 
-    _die_with_parent()
     if config.threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_of(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     try:
-        Session(config, resume=resume).run()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        in_world(lambda: Session(config, resume=resume).run())
     except Stopped as stop:
         sys.exit(128 + stop.signal)
+
+
+def in_world(work: Callable[[], T]) -> T:
+    """One replica's work. Its failure is left for the launcher to tell, or told with the rank's name."""
+    _die_with_parent()
+    try:
+        result = work()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return result
     except OvertoneError as error:
         _confess(error)
         if not is_replica():

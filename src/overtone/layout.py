@@ -205,15 +205,16 @@ class Reading:
 
     def into(self, out: Tensor, keep: float = 0.0) -> Tensor:
         """out ← keep · out + what is read."""
-        slab, basis = self.slab, self.layout.basis
-        values = self.layout.room(slab, 0, out.device)
+        slab, basis = self.slab, None if self.slab.plain else self.layout.basis
+        straight = basis is None and keep == 0.0
+        values = out if straight else self.layout.room(slab, 0, out.device)
         for bundle in slab.bundles:
             self._read(bundle, _place(values, slab, bundle))
         if self.measures:
             self.norm = torch.linalg.vector_norm(values) / self.scale  # the transform does not change it
-        if basis is None or slab.plain:
+        if basis is None:
             values = values if self.scale == 1.0 else values.div_(self.scale)
-            return out.copy_(values) if keep == 0.0 else out.mul_(keep).add_(values)
+            return values if straight else out.mul_(keep).add_(values)
         shape = (slab.chunks, slab.h, slab.w)
         between = self.layout.room(slab, 1, out.device).view(shape)
         dct.forward(values.view(shape), basis, between, out.view(shape), keep=keep, scale=self.scale)

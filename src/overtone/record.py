@@ -19,5 +19,5 @@ class Round:
     seconds_decoding: float
     drift_norm: float  # of the gradient, for methods that exchange gradients
     residual_norm: float
-    anchor_fingerprint: str
+    anchor_fingerprint: str  # after the round; where gradients are exchanged, of the weights that all began it with
     left_out: tuple[int, ...] = ()  # ranks whose message was refused, where the policy is to go on without them

@@ -281,7 +281,7 @@ class Replica:
             seconds_decoding=seconds_decoding,
             drift_norm=proposal.signal_norm,
             residual_norm=_norm(self.state["residual"]) if "residual" in self.state else 0.0,
-            anchor_fingerprint=self.fingerprint,
+            anchor_fingerprint=self.fingerprint if "anchor" in self.state else proposal.say.header.anchor.hex(),
             left_out=tuple(heard.left_out),
         )
         self.rounds += 1

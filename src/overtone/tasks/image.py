@@ -26,9 +26,12 @@ from transformers import (
 from overtone import fingerprint
 from overtone.tasks.deal import TaskError
 from overtone.tasks.options import TaskOptions
-from overtone.tasks.pictures import Pictures, Shown, load_pictures, spread
+from overtone.tasks.picture_batches import Shown
+from overtone.tasks.picture_source import spread
+from overtone.tasks.pictures import Pictures, load_pictures
 from overtone.tasks.small_resnet import SmallResNetConfig, SmallResNetForImageClassification
 from overtone.tasks.task import Batch, Task
+from overtone.tasks.transformers_folders import read_config, save_pretrained
 
 # Two ways to load an exported small stem: with overtone imported it is known by name; without, the folder brings its
 # own code. The registration is not in small_resnet.py, as the copy in a folder would then register itself too.
@@ -78,7 +81,7 @@ class ImageTask(Task):
         self.pictures = load_pictures(options.data, image.side)
         fit(self.config, self.pictures)
         found = self.pictures
-        self.name = f"image {found.name}"
+        self.name = found.name
         self.train = Shown(found.train, found.form, found.look, flip=image.flip, crop=image.crop)
         some = found.valid.pick(spread(len(found.valid.labels), options.valid_samples))
         self.valid = Shown(some, found.form, found.look)
@@ -111,12 +114,13 @@ class ImageTask(Task):
         if not isinstance(model, PreTrainedModel):
             raise TaskError(f"export: {type(model).__name__} is not a Hugging Face model; give what task.model() made")
         folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder)
+        save_pretrained(model, folder)
         (folder / "preprocessor_config.json").write_text(json.dumps(preprocessing(self.pictures), indent=2) + "\n")
 
     def about(self) -> dict[str, object]:
         form = self.pictures.form
         return super().about() | {
+            "task": "image",
             "classes": len(self.pictures.classes),
             "channels": form.channels,
             "side": form.height if form.height == form.width else form.size,
@@ -139,16 +143,10 @@ def config_for(model: str, stem: str) -> PretrainedConfig:
         near = difflib.get_close_matches(model, PRESETS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise TaskError(f"model {model!r}: unknown; {hint}There are {', '.join(PRESETS)}, or give a local config.json")
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise TaskError(f"model {model}: no config.json in this folder; give a file or folder with one")
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # each architecture checks its numbers in its own way
-        raise TaskError(f"model {file}: not a config that transformers knows ({error})") from error
+    config: PretrainedConfig = read_config(path)
     if type(config) not in AutoModelForImageClassification._model_mapping:
         raise TaskError(
-            f"model {file}: model_type {config.model_type} does not classify images; use one that "
+            f"model {path}: model_type {config.model_type} does not classify images; use one that "
             "AutoModelForImageClassification knows"
         )
     return config

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overtone.tasks.alphabet import Alphabet, alphabet_for
 from overtone.tasks.byte_transformer import BYTES, ByteTransformer, ModelSize
 from overtone.tasks.deal import Feed, TaskError, dice_for
 from overtone.tasks.options import Language, TaskOptions
+from overtone.tasks.stream import Stream, StreamFeed
 from overtone.tasks.task import Task, Tensors
-from overtone.tasks.text import Alphabet, NoText, Stream, StreamFeed, Text, alphabet_for, open_text
+from overtone.tasks.text import NoText, Text, load_text
 from overtone.tasks.transformers_presets import causal_lm
 
 PROMPT, CONTINUED, TEMPERATURE = 32, 120, 0.8  # of a sample of what the model writes
@@ -66,7 +68,6 @@ class ByteModel:
 class LanguageTask(Task):
     """Windows of tokens; the loss is the mean cross entropy of each next token, in nats."""
 
-    name = "language"
     unit = "tokens"
     keys = None  # a window's place in the text is its number
 
@@ -76,6 +77,7 @@ class LanguageTask(Task):
         self.architecture = architecture
         self.alphabet = alphabet
         self.text = text
+        self.name = text.name
         self.context = size.context
         self.train = text.samples(size.context)
         self._valid = text.validation(context=size.context, windows=windows)
@@ -135,6 +137,7 @@ class LanguageTask(Task):
     def about(self) -> dict[str, object]:
         return {
             **super().about(),
+            "task": "language",
             "model": self.architecture.name,
             "vocabulary": self.architecture.vocabulary,
             "context": self.context,
@@ -152,6 +155,16 @@ def task(options: TaskOptions) -> Task:
         _byte_model(size) if name == "byte" else causal_lm(name, size, vocabulary=vocabulary, end=alphabet.end)
     )
     return LanguageTask(architecture, alphabet, open_text(options, alphabet), size, options.valid_samples)
+
+
+def open_text(options: TaskOptions, alphabet: Alphabet) -> Text | Stream | NoText:
+    """What ``options.data`` names; docs/tasks.md lists the forms."""
+    context = options.language.context
+    if options.data == "none":
+        return NoText()
+    if options.data is not None and options.data.startswith("hub:"):
+        return Stream(options.data, alphabet, context=context, windows=options.valid_samples)
+    return load_text(options.data, alphabet, context=context)
 
 
 def _byte_model(size: Language) -> Architecture:

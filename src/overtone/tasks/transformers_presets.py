@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from overtone.tasks.deal import TaskError
 from overtone.tasks.options import Language
-from overtone.tasks.text import first_line, needs
+from overtone.tasks.sources import first_line, needs
+from overtone.tasks.transformers_folders import read_config, save_pretrained
 
 # GPT-2 comes with dropout; it draws from torch's own dice, and a resumed run would draw others.
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -133,7 +134,7 @@ class CausalLM:
         saved: Any = model
         saved.config.use_cache = True  # off in training; whoever generates text wants it
         try:
-            saved.save_pretrained(str(folder))
+            save_pretrained(saved, folder)
         finally:
             saved.config.use_cache = False
 
@@ -184,24 +185,17 @@ def _from_file(path: Path, size: Language, vocabulary: int | None) -> Any:
     for flag in ("width", "layers", "heads"):
         if getattr(size, flag) is not None:
             raise TaskError(f"{flag}={getattr(size, flag)}: resizes presets only; edit {path} instead")
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise TaskError(f"model {path}: a folder without config.json; give a preset, a config.json or its folder")
-    library = needs("transformers", f"model {path}")
-    try:
-        config = library.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # no JSON, no model_type, a model_type that only its own code knows, wrong values
-        raise TaskError(f"model {file}: {first_line(error)}; it must be the config.json of a known model") from error
+    config = read_config(path)
     text = config.get_text_config()
     room = getattr(text, "vocab_size", None)
     if room is None:
-        raise TaskError(f"model {file}: a {config.model_type} has no vocab_size; give a causal language model's config")
+        raise TaskError(f"model {path}: a {config.model_type} has no vocab_size; give a causal language model's config")
     if vocabulary is not None and room < vocabulary:
-        raise TaskError(f"model {file}: vocab_size={room}, the data has {vocabulary} tokens; raise it")
+        raise TaskError(f"model {path}: vocab_size={room}, the data has {vocabulary} tokens; raise it")
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions < size.context:
         raise TaskError(
-            f"model {file}: max_position_embeddings={positions}, less than context={size.context}; "
+            f"model {path}: max_position_embeddings={positions}, less than context={size.context}; "
             "raise it or use a shorter context"
         )
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):

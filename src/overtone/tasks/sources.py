@@ -1,0 +1,58 @@
+"""What all sources of data share: the libraries that read them, and how people name their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from overtone.tasks.deal import TaskError
+
+VALID = ("validation", "valid", "val", "dev", "test")  # what a validation part is called, the likeliest first
+
+
+def needs(library: str, purpose: str) -> Any:
+    """A library that only some tasks use, when it is used."""
+    try:
+        return import_module(library)
+    except ImportError as error:
+        raise TaskError(f"{purpose}: needs {error.name or library}; pip install 'overtone[train]'") from error
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def parts_below(root: Path) -> tuple[Path | None, Path | None]:
+    """The subfolders of training and of validation data, where there are such."""
+    train = root / "train"
+    valid = next((root / name for name in VALID if (root / name).is_dir()), None)
+    return train if train.is_dir() else None, valid
+
+
+def named_splits(splits: Collection[str], wanted: str | None, data: str) -> tuple[str, str | None]:
+    """Which of a dataset's splits is for training (``wanted``, or train, or the only one there is), and which is for
+    validation, if one is."""
+    train = wanted or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
+    if train not in splits:
+        raise TaskError(f"data {data}: no split {train!r}; there are {', '.join(splits)}")
+    return train, next((name for name in VALID if name in splits and name != train), None)
+
+
+def is_saved(folder: Path) -> bool:
+    """The datasets library wrote this folder."""
+    return any((folder / file).is_file() for file in ("dataset_dict.json", "state.json"))
+
+
+def load_saved(folder: Path) -> Mapping[str, Any]:
+    """The splits of a dataset that was saved to disk, by name; one without splits is all for training."""
+    library = needs("datasets", f"data {folder}")
+    try:
+        saved = library.load_from_disk(str(folder))
+    except Exception as error:  # a broken folder shows itself in as many ways as it has files; IndexError: no rows
+        raise TaskError(
+            f"data {folder}: empty or damaged ({type(error).__name__}: {first_line(error)}); "
+            "save it again with save_to_disk"
+        ) from error
+    return saved if isinstance(saved, dict) else {"train": saved}
