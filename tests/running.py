@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ class Moment:
     fresh: bool = False  # no checkpoint can exist by then
 
     def environment(self, folder: Path, note: Path) -> dict[str, str]:
-        # Without the hub nothing ever waits for a network that a test machine may not have.
         said = {**asdict(self), "note": str(note), "until": [str(folder / path) for path in self.until]}
         return {"OVERTONE_MOMENT": json.dumps(said)}
 
@@ -98,14 +97,8 @@ class Live:
     def kill(self) -> None:
         """Whatever is left; the kernel ends the replicas with their launcher."""
         for pid in [*descendants(self.pid), self.pid]:
-            with_no_such_process_ignored(pid)
-
-
-def with_no_such_process_ignored(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:
@@ -125,6 +118,7 @@ class Cold:
         self, args: Sequence[str], env: Mapping[str, str], *, cwd: Path, replicas: int = 2, file_limit: int = 0
     ) -> Live:
         assert not file_limit
+        assert replicas > 1
         read, write = os.pipe()
         process = subprocess.Popen(
             [*self.command, *args],
@@ -217,7 +211,7 @@ class Trial:
         return replace(self, **changes)
 
     def start(self, *more: str, resume: bool = False, moment: Moment | None = None, file_limit: int = 0) -> Live:
-        own = ["--resume", str(self.folder)] if resume else [*self.flags, "--run", str(self.folder)]
+        own = ["--resume", str(self.folder)] if resume else [*self.flags, "--out", str(self.folder)]
         env = {**self.env, **(moment.environment(self.folder, self.note) if moment else {})}
         return self.starter.start(
             ["train", *own, "--replicas", str(self.replicas), *more],
@@ -236,20 +230,23 @@ class Trial:
 
     def stopped_at(self, moment: Moment, *more: str, file_limit: int = 0) -> Ended:
         """Start or go on, as a user would after a crash, until the moment; it must have come."""
-        resume = self.resumable
-        if not resume and self.folder.exists():
-            shutil.rmtree(self.folder)
         self.note.unlink(missing_ok=True)
-        ended = self.go(*more, resume=resume, moment=moment, file_limit=file_limit)
+        ended = self.go(*more, resume=self.goes_on(), moment=moment, file_limit=file_limit)
         assert self.note.exists(), f"{moment}: never came; {ended}"
         if moment.does == "kill all":
             assert ended.status == -signal.SIGKILL, (moment, ended)
             assert "Traceback" not in ended.said, (moment, ended)
         return ended
 
+    def goes_on(self) -> bool:
+        """There is a checkpoint to go on from; without one, nothing is left."""
+        if not self.resumable and self.folder.exists():
+            shutil.rmtree(self.folder)
+        return self.resumable
+
     def finished(self, *more: str) -> Trial:
         """Go on to the end."""
-        ended = self.go(*more, resume=self.resumable)
+        ended = self.go(*more, resume=self.goes_on())
         assert ended.status == 0, ended
         assert "finished after" in ended.said
         return self
@@ -271,12 +268,12 @@ class Trial:
         return checkpoint.complete(self.checkpoints)[-1]
 
     def trees(self, mark: checkpoint.Mark | None = None) -> list[dict[str, Any]]:
-        """Everything of every replica in a checkpoint, without times, names of folders and the upkeep's bytes."""
+        """Everything of every replica in a checkpoint, without times and the upkeep's bytes."""
         mark = mark or self.newest()
         files = [checkpoint.file_of(self.checkpoints, mark, rank) for rank in range(mark.replicas)]
         found = [checkpoint.read(file) for file in files]
         for tree in found:
-            del tree["seconds"], tree["config"]
+            del tree["seconds"]
             ledger = tree["replica"]["ledger"]
             tree["replica"]["ledger"] = {phase: ledger[phase][:2] for phase in ("rounds", "finish")}
         return found

@@ -49,11 +49,19 @@ def file_of(folder: Path, mark: Mark, rank: int) -> Path:
 
 def _present(folder: Path) -> Iterator[tuple[Mark, int, Path]]:
     """Every replica's file that is there."""
-    for path in sorted(folder.glob("step-*/replica-*-of-*.safetensors")):
-        step = re.fullmatch(r"step-(\d+)", path.parent.name)
-        who = re.fullmatch(r"replica-(\d+)-of-(\d+)\.safetensors", path.name)
-        if step and who:
-            yield Mark(int(step[1]), int(who[2])), int(who[1]), path
+    for place in _listed(folder):
+        step = re.fullmatch(r"step-(\d+)", place.name)
+        for path in _listed(place) if step else []:
+            who = re.fullmatch(r"replica-(\d+)-of-(\d+)\.safetensors", path.name)
+            if step and who:
+                yield Mark(int(step[1]), int(who[2])), int(who[1]), path
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:  # none yet, or another rank has just removed it
+        return []
 
 
 def complete(folder: Path) -> list[Mark]:
@@ -70,12 +78,15 @@ def usable(folder: Path, rank: int, replicas: int) -> list[Mark]:
     return sorted(own | set(complete(folder)))
 
 
-def newest_common(folder: Path, rank: int, replicas: int, tell: Tell) -> Mark:
-    """The newest checkpoint that every rank can go on from."""
+def newest_common(folder: Path, rank: int, replicas: int, *, begun: int, tell: Tell) -> Mark | None:
+    """The newest checkpoint that every rank can go on from. None if there never was a complete one: the run had
+    ``begun`` to write at most its first."""
     mine = [[mark.step, mark.replicas] for mark in usable(folder, rank, replicas)]
     heard = tell(mine)
     common = set.intersection(*({Mark(*pair) for pair in marks} for marks in heard))
     if not common:
+        if begun <= 1:
+            return None
         without = [str(r) for r, marks in enumerate(heard) if not marks]
         who = f"; ranks {', '.join(without)} have none at all" if without else ""
         raise CheckpointError(
@@ -191,8 +202,10 @@ class Saver:
     def forget_after(self, step: int) -> None:
         """Delete what a run that was cut off left beyond the step that is gone on from."""
         self._delete(lambda mark: mark.step > step)
-        for path in self.folder.glob(f"step-*/.replica-{self.rank}-of-*.tmp"):
-            path.unlink(missing_ok=True)
+        for place in _listed(self.folder):
+            for path in _listed(place) if place.is_dir() else []:
+                if path.name.startswith(f".replica-{self.rank}-of-"):  # of a write that was cut off
+                    path.unlink(missing_ok=True)
 
     def _delete(self, chosen: Callable[[Mark], bool]) -> None:
         gone = [(rank, path) for mark, rank, path in _present(self.folder) if chosen(mark)]

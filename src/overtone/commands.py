@@ -121,7 +121,7 @@ def _base(arguments: Sequence[str]) -> Run:
         run = RECIPES[recipe]()
     if resume is not None:
         rundir.check(Path(resume), resume=True)
-        run = replace(settings.load(Path(resume) / rundir.CONFIG, run), run=Path(resume))
+        run = replace(settings.load(Path(resume) / rundir.CONFIG, run), out=Path(resume))
     if config is not None:
         run = settings.load(Path(config), run)
     return run

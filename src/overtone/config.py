@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from overtone.errors import OvertoneError
 from overtone.methods import Method, method_named
@@ -169,7 +171,7 @@ class Run:
     """Replicas to start here; under torchrun its world counts."""
     seed: int = 0
     """Seed of initial weights and data order."""
-    run: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["--run"])] = None
     """The run's directory; by default a new one below runs/."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU for each replica if there are enough."""

@@ -59,10 +59,10 @@ def train(config: Run, *, resume: bool) -> None:
 def all_replicas(config: Run, *, resume: bool) -> None:
     """Start them, each with the same configuration; refuse early what can be seen to fail."""
     config.choice.build()
-    folder = config.run or rundir.fresh(config.choice.method)
+    folder = config.out or rundir.fresh(config.choice.method)
     rundir.check(folder, resume=resume)
     rundir.free(folder)
-    file = _config_file(settings.toml(replace(config, run=folder)))
+    file = _config_file(settings.toml(replace(config, out=folder)))
     try:
         going_on = ["--resume", str(folder)] if resume else []
         spawn(["train", "--config", str(file), *going_on], replicas=config.replicas, port=config.port,
@@ -183,5 +183,6 @@ def _die_with_parent() -> None:
 def _confess(error: BaseException) -> None:
     """Leave the reason where the launcher looks for it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        said = {"message": str(error) or type(error).__name__, "extraInfo": {"timestamp": str(int(time.time()))}}
+        words = str(error) if isinstance(error, OvertoneError) else f"{type(error).__name__}: {error}"
+        said = {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": said}))

@@ -69,8 +69,8 @@ def dry_run(config: Run) -> Group:
         f"{training.steps:,} steps of {training.batch * training.accumulate:,} samples each",
         shown,
         "[dim]sent: by one replica, in about the least bytes possible; in all: without the last messages.\n"
-        "memory: of one replica for weights, gradients, inner optimiser and exchange, in fp32; activations come on top, and\n"
-        "a copy of all but the gradients in main memory for checkpoints.[/dim]",
+        "memory: of one replica for weights, gradients, inner optimiser and exchange, in fp32; activations come on\n"
+        "top, and a copy of all but the gradients in main memory for checkpoints.[/dim]",
     )
 
 

@@ -47,7 +47,7 @@ def check(folder: Path, *, resume: bool) -> None:
     """Refuse a directory that holds a run already, or to resume none."""
     there = (folder / runlog.NAME).exists()
     if there and not resume:
-        raise RunError(f"run {folder}: holds a run already; --resume {folder} goes on with it, or choose another --run")
+        raise RunError(f"run {folder}: holds a run already; --resume {folder} goes on with it, or choose another --out")
     if resume and not there:
         raise RunError(f"resume {folder}: no run there (it has no {runlog.NAME}); give the directory of a run")
 
@@ -58,14 +58,14 @@ def _lock(folder: Path) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("a+")
     except OSError as error:
-        raise RunError(f"run {folder}: {error.strerror}; choose a --run that can be written") from error
+        raise RunError(f"run {folder}: {error.strerror}; choose a --out that can be written") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.seek(0)
         raise RunError(
             f"run {folder}: in use by a live run (process {file.read().strip() or 'unknown'}); wait for it, or choose "
-            "another --run"
+            "another --out"
         ) from error
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
@@ -80,7 +80,7 @@ def write_config(folder: Path, text: str) -> None:
         beside.write_text(text)
         beside.replace(folder / CONFIG)
     except OSError as error:
-        raise RunError(f"run {folder}: {error.strerror}; free some space or choose another --run") from error
+        raise RunError(f"run {folder}: {error.strerror}; free some space or choose another --out") from error
 
 
 def free(folder: Path) -> None:

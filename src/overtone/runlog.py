@@ -92,6 +92,10 @@ def read(path: Path) -> list[Record]:
     return records
 
 
+def steps_of(path: Path, event: str) -> set[int]:
+    return {record["step"] for record in read(path) if record["event"] == event}
+
+
 def _follows_a_cut(lines: Sequence[str], number: int) -> bool:
     return '"event": "resume"' in lines[number] or '"event": "start"' in lines[number]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from overtone.transport import connect
 from overtone.upkeep import Pulse, Upkeep
 from overtone.view import View
 
-PRIVATE = ("run", "device", "threads", "port", "data", "tokenizer", "replicas")  # may differ from host to host
+PRIVATE = ("out", "device", "threads", "port", "data", "tokenizer", "replicas")  # may differ from host to host
 
 
 class Stopped(Exception):  # noqa: N818 (nothing went wrong)
@@ -49,8 +49,9 @@ class Session:
         self.rank, self.size = self.transport.rank, self.transport.size
         self.device = device_for(config.device, self.rank)
         self.upkeep = Upkeep(self.transport)
+        self.data = self.task.about()
         self._agree()
-        self.folder = Path(self.upkeep.tell(str(config.run or rundir.fresh(self.method.name)))[0])
+        self.folder = Path(self.upkeep.tell(str(config.out or rundir.fresh(self.method.name)))[0])
         self.lock = rundir.claim(self.folder, first=self.rank == 0, resume=resume, tell=self.upkeep.tell)
         self.feed: Feed = self.task.feed(
             self.rank, self.size, batch=config.training.batch, seed=config.seed, skew=config.task.skew
@@ -79,15 +80,15 @@ class Session:
     # -- meeting ---------------------------------------------------------------------------------------------------
 
     def _agree(self) -> None:
-        """Numbers that the replicas' own greeting does not cover, such as the batch, must be equal everywhere too."""
-        mine = settings.flat(self.config, leave_out=PRIVATE)
+        """What the replicas' own greeting does not cover, such as the batch, must be equal everywhere too. So must the
+        data: shards are dealt from one deck."""
+        mine = {**settings.flat(self.config, leave_out=PRIVATE), **{f"data: {k}": v for k, v in self.data.items()}}
         for rank, theirs in enumerate(self.upkeep.tell(mine)):
-            for key in mine:
-                if theirs.get(key) != mine[key] and rank != self.rank:
-                    raise MismatchError(
-                        f"replicas do not match: {key} is {mine[key]} on rank {self.rank} and {theirs.get(key)} on "
-                        f"rank {rank}; start every rank with the same configuration"
-                    )
+            if key := _difference(mine, theirs):
+                raise MismatchError(
+                    f"replicas do not match: {key} is {mine.get(key)} on rank {self.rank} and {theirs.get(key)} on "
+                    f"rank {rank}; start every rank with the same configuration and the same data"
+                )
 
     def _open_log(self) -> runlog.RunLog | None:
         if self.rank:
@@ -102,7 +103,7 @@ class Session:
     def _say_start(self, event: str, **values: Any) -> None:
         hosts = self.upkeep.tell(runlog.this_host(self.device))
         if self.rank == 0:
-            rundir.write_config(self.folder, settings.toml(replace(self.config, run=None, replicas=self.size)))
+            rundir.write_config(self.folder, settings.toml(replace(self.config, out=None, replicas=self.size)))
         training = self.config.training
         self._write(
             event,
@@ -114,7 +115,7 @@ class Session:
             steps=training.steps,
             unit=self.task.unit,
             units_per_step=training.batch * training.accumulate * self.task.units(),
-            data=self.task.about(),
+            data=self.data,
             config=settings.flat(self.config),
             environment=runlog.environment(hosts),
             **values,
@@ -122,7 +123,13 @@ class Session:
 
     def _go_on(self) -> None:
         folder = self.saver.folder
-        mark = checkpoint.newest_common(folder, self.rank, self.size, self.upkeep.tell)
+        begun = len(runlog.steps_of(self.folder, "checkpoint")) if self.rank == 0 else 0  # the log is replica 0's
+        begun = self.upkeep.tell(begun)[0]
+        mark = checkpoint.newest_common(folder, self.rank, self.size, begun=begun, tell=self.upkeep.tell)
+        if mark is None:  # cut off before the first checkpoint: the beginning is where to go on from
+            self.saver.forget_after(0)
+            self._say_start("resume", from_replicas=self.size, folded=False)
+            return
         folded = mark.replicas != self.size
         if folded:
             files = [checkpoint.file_of(folder, mark, rank) for rank in range(mark.replicas)]
@@ -276,7 +283,7 @@ class Session:
     def _tree(self, finished: bool) -> dict[str, Any]:
         return {
             "finished": finished,
-            "config": settings.flat(self.config),
+            "data": self.data,
             **checkpoint.tree_of(self.replica),
             "feed": self.feed.state_dict(),
             "random": randomness.states(),
@@ -285,12 +292,22 @@ class Session:
         }
 
     def _restore(self, tree: dict[str, Any]) -> None:
+        if key := _difference(tree["data"], self.data):
+            raise checkpoint.CheckpointError(
+                f"resume {self.folder}: the data's {key} was {tree['data'].get(key)} and is {self.data.get(key)} now; "
+                "a position in other data means nothing. Give the same data, or start a new run"
+            )
         checkpoint.restore(self.replica, tree)
         self.feed.load_state_dict(tree["feed"])
         randomness.set_states(tree["random"])
         self.finished = tree["finished"]
         self.units = tree["units"]
         self.earlier = tree["seconds"]
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first key under which two differ; empty if none."""
+    return next((key for key in {**one, **other} if one.get(key) != other.get(key)), "")
 
 
 def seconds_of(record: Round) -> float:

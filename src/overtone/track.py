@@ -46,7 +46,8 @@ class TensorBoard:
 class Wandb:
     def __init__(self, folder: Path) -> None:
         wandb = _library("wandb")
-        self.run = wandb.init(project="overtone", name=folder.name, dir=str(folder), resume="allow", id=folder.name)
+        self.run = wandb.init(project="overtone", name=folder.name, dir=str(folder), resume="allow", id=folder.name,
+                              settings=wandb.Settings(silent=True))  # fmt: skip
 
     def write(self, record: Mapping[str, Any]) -> None:
         if record["event"] == "start":
@@ -55,7 +56,7 @@ class Wandb:
             self.run.log({**found, "local_step": record["step"]})
 
     def close(self) -> None:
-        self.run.finish(quiet=True)
+        self.run.finish()
 
 
 class Trackio:

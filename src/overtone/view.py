@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from overtone.words import human_bytes, metrics_line
 
@@ -20,9 +21,9 @@ class View:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar = Progress(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
+            BarColumn(bar_width=10),
+            TextColumn("{task.completed:.0f}/{task.total}", table_column=Column(no_wrap=True, min_width=9)),
+            TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=console,
             disable=not console.is_terminal,
         )

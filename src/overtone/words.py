@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 def human_bytes(count: float) -> str:
     """Three digits and a unit."""
-    for unit in ("B", "kB", "MB"):
+    for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} GB"
+    return f"{count:.3g} TB"
 
 
 def metrics_line(metrics: Mapping[str, float]) -> str:

@@ -126,7 +126,7 @@ def wait_for(condition: Any, what: str, seconds: float = 60.0) -> None:
 class _OnceLoaded(importlib.abc.MetaPathFinder):
     """Arms as soon as overtone.session, and with it all the rest, has been imported."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
         if name != "overtone.session":
             return None
         sys.meta_path.remove(self)

@@ -71,8 +71,8 @@ class Forked(subprocess.Popen[bytes]):
 
     waiting: list[tuple[int, socket.socket]] = []  # noqa: RUF012
 
-    def _execute_child(self, args: Any, executable: Any, preexec: Any, fds: Any, keep: Any, cwd: Any, env: Any,
-                       *rest: Any) -> None:  # fmt: skip
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        env = rest[5]
         self.pid, line = self.waiting.pop(0)
         self._child_created = True
         line.sendall(json.dumps({"args": list(args), "env": env}).encode())
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     import torch
     import torch._dynamo  # every optimiser loads it
     import torch.distributed.launcher.api
-    import torch.utils.tensorboard  # noqa: F401
+    import torch.utils.tensorboard
 
     for name in ("commands", "launch", "session", "tasks.language", *sys.argv[2:]):
         importlib.import_module(f"overtone.{name}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from importlib import import_module
 from pathlib import Path
 
 from overtone.tasks.deal import Dealt, Deck, Feed, Samples, TaskError
 from overtone.tasks.options import Image, Language, TaskOptions
+from overtone.tasks.sources import needs
 from overtone.tasks.task import Task, Tensors
 
 __all__ = [
@@ -21,11 +21,7 @@ BUILT_IN = {"language": "overtone.tasks.language", "image": "overtone.tasks.imag
 def load_task(options: TaskOptions) -> Task:
     """The task by name, or from a Python file that has a function ``task(options)``."""
     if options.task in BUILT_IN:
-        try:
-            module = import_module(BUILT_IN[options.task])
-        except ImportError as error:
-            raise TaskError(f"task {options.task}: needs {error.name}; pip install 'overtone[train]'") from error
-        found = module.task(options)
+        found = needs(BUILT_IN[options.task], f"task {options.task}").task(options)
     else:
         found = _from_file(options)
     if not isinstance(found, Task):
