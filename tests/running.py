@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -92,21 +91,25 @@ class Live:
         finally:
             self.kill()
             os.close(self.output)
+            self.output = -1
         return Ended(self.wait(), self.said.decode())
 
     def kill(self) -> None:
-        """Whatever is left; the kernel ends the replicas with their launcher."""
-        for pid in [*descendants(self.pid), self.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Whatever is left of it: every process whose output this is."""
+        with suppress(OSError):  # closed: it has ended
+            for pid in holders(os.fstat(self.output).st_ino):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
-def descendants(pid: int) -> list[int]:
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [found for child in children for found in (child, *descendants(child))]
+def holders(inode: int) -> list[int]:
+    """The processes with this pipe as standard output."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.readlink(process / "fd" / "1") == f"pipe:[{inode}]":
+                found.append(int(process.name))
+    return found
 
 
 class Cold:
@@ -239,10 +242,8 @@ class Trial:
         return ended
 
     def goes_on(self) -> bool:
-        """There is a checkpoint to go on from; without one, nothing is left."""
-        if not self.resumable and self.folder.exists():
-            shutil.rmtree(self.folder)
-        return self.resumable
+        """There is a run to go on with, if only from its beginning."""
+        return (self.folder / runlog.NAME).exists()
 
     def finished(self, *more: str) -> Trial:
         """Go on to the end."""

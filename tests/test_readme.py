@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from overtone import commands
+import pytest
+
+from overtone import commands, settings
+from overtone.config import Run
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -45,7 +48,11 @@ def test_the_loop_runs_as_printed() -> None:
     assert replica.rounds >= 2  # type: ignore[attr-defined]
 
 
-def test_every_overtone_command_is_understood() -> None:
+def test_every_overtone_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)  # what --resume speaks of
+    (tmp_path / "runs" / "mine" / "run.jsonl").write_text("")
+    (tmp_path / "runs" / "mine" / "config.toml").write_text(settings.toml(Run()))
     found = commands_of("overtone")
     assert found
     for line in found:

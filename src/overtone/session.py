@@ -48,14 +48,14 @@ class Session:
         self.transport = connect()
         self.rank, self.size = self.transport.rank, self.transport.size
         self.device = device_for(config.device, self.rank)
+        self.feed: Feed = self.task.feed(
+            self.rank, self.size, batch=config.training.batch, seed=config.seed, skew=config.task.skew
+        )
         self.upkeep = Upkeep(self.transport)
         self.data = self.task.about()
         self._agree()
         self.folder = Path(self.upkeep.tell(str(config.out or rundir.fresh(self.method.name)))[0])
         self.lock = rundir.claim(self.folder, first=self.rank == 0, resume=resume, tell=self.upkeep.tell)
-        self.feed: Feed = self.task.feed(
-            self.rank, self.size, batch=config.training.batch, seed=config.seed, skew=config.task.skew
-        )
         randomness.seed_all(randomness.seed_of(config.seed, self.rank))
         model = prepare(self.task.model(), config.training, self.device)
         inner = optimisers.build(model, config.training)

@@ -1,0 +1,482 @@
+"""Whole runs of `overtone train`: what they compute, write and show."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import overtone
+import worlds
+from overtone import optimisers, runlog, settings, track
+from overtone.config import MethodChoice, Run, Saving, Simulation, Training
+from overtone.errors import OvertoneError
+from overtone.export import export
+from overtone.rundir import RunError
+from overtone.session import Session
+from overtone.simulation import simulate
+from overtone.tasks import Image, Language, TaskOptions, load_task
+from overtone.train import evaluate
+from overtone.view import View
+
+SMALL = Language(width=32, layers=1, heads=2)
+TASKS = {
+    "language": TaskOptions(valid_samples=16, language=SMALL),
+    "image": TaskOptions(task="image", valid_samples=40, image=Image(crop=1, flip=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"{i} times {i} makes {i * i}; " for i in range(3000)))
+    return str(path)
+
+
+@pytest.fixture
+def small(text: str, tmp_path: Path) -> Run:
+    """A run of one replica in this process, over in a second."""
+    return Run(
+        choice=MethodChoice(every=4),
+        replicas=1,
+        out=tmp_path / "run",
+        task=replace(TASKS["language"], data=text),
+        training=Training(steps=12, batch=4),
+        saving=Saving(eval_every=4, log_every=2, checkpoint_every=5),
+    )
+
+
+def run(config: Run, *, resume: bool = False) -> dict[str, Any]:
+    return Session(config, resume=resume).run()
+
+
+def events(config: Run, event: str) -> list[dict[str, Any]]:
+    assert config.out is not None
+    return [record for record in runlog.read(config.out) if record["event"] == event]
+
+
+def overtone_train(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "overtone", "train", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+
+
+# -- what is computed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_real_processes_compute_what_the_simulator_does(task: str, tmp_path: Path) -> None:
+    """Three replicas in processes of their own, and three virtual ones: the same model to the bit, the same bytes."""
+    training, choice = Training(steps=10, batch=8), MethodChoice(every=4)
+    config = Run(choice=choice, replicas=3, out=tmp_path / "run", task=TASKS[task], training=training, seed=5)
+    file = tmp_path / "config.toml"
+    file.write_text(settings.toml(config))
+    done = overtone_train("--config", str(file))
+    assert done.returncode == 0, done.stderr
+    (real,) = events(config, "finish")
+    virtual = simulate(Simulation(choice=choice, replicas=3, task=TASKS[task], training=training, seed=5))
+    assert real["anchor_fingerprint"] == virtual["anchor_fingerprint"]
+    assert real["bytes_sent"] == virtual["bytes_sent"]
+    assert real["metrics"]["loss"] == pytest.approx(virtual["val_loss"], rel=1e-6)  # summed in another order
+
+
+@pytest.mark.parametrize("name", overtone.METHODS)
+def test_every_method_trains(name: str, small: Run) -> None:
+    every = {"every": 4} if name not in ("alone", "ddp", "demo") else {}
+    config = replace(small, choice=MethodChoice(name, **every))  # type: ignore[arg-type]
+    closing = run(config)
+    first, *_ = events(config, "eval")
+    assert closing["metrics"]["loss"] < first["metrics"]["loss"]
+    assert closing["metrics"]["perplexity"] == pytest.approx(math.exp(closing["metrics"]["loss"]))
+    assert closing["metrics"]["bits_per_byte"] == pytest.approx(closing["metrics"]["loss"] / math.log(2))
+
+
+@pytest.mark.parametrize("inner", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_every_optimiser_resumes_to_the_bit(inner: Any, schedule: Any, small: Run, tmp_path: Path) -> None:
+    training = replace(small.training, inner=inner, schedule=schedule)
+    whole = run(replace(small, training=training))
+    cut = replace(small, out=tmp_path / "cut", training=training)
+    session = Session(cut, resume=False)
+    session._save = _dies_at(session, 10)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        session.run()
+    assert run(cut, resume=True)["anchor_fingerprint"] == whole["anchor_fingerprint"]
+    assert [r["lr"] for r in events(cut, "train")] == [r["lr"] for r in events(replace(small), "train")]
+
+
+def _dies_at(session: Session, step: int) -> Any:
+    """Its process ends at a checkpoint that it cannot begin any more; tests/test_resume.py does it for real."""
+    save = session._save
+
+    def dying(**options: bool) -> None:
+        if session.replica.steps == step:
+            session.saver.settle()
+            assert session.lock is not None
+            session.lock.close()
+            raise KeyboardInterrupt
+        save(**options)
+
+    return dying
+
+
+def test_accumulation_is_a_larger_batch(small: Run, tmp_path: Path) -> None:
+    whole = run(replace(small, training=replace(small.training, batch=8)))
+    parts = replace(small, out=tmp_path / "parts", training=replace(small.training, batch=4, accumulate=2))
+    assert run(parts)["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("option", "tolerance"), [("recompute", 1e-6), ("compile", 1e-4)])
+def test_options_that_change_how_and_not_what(option: str, tolerance: float, small: Run, tmp_path: Path) -> None:
+    task = replace(small.task, model="gpt-neox-1m", language=Language(context=16, layers=1, width=32, heads=2))
+    plain = run(replace(small, task=task))
+    other = replace(small, task=task, out=tmp_path / "other", training=replace(small.training, **{option: True}))
+    assert run(other)["metrics"]["loss"] == pytest.approx(plain["metrics"]["loss"], rel=tolerance)
+
+
+def test_bf16_trains_nearly_as_well(small: Run) -> None:
+    """In a process of its own: some virtual machines need oneDNN told not to use what they cannot."""
+    assert small.out is not None
+    arguments = ["--replicas", "1", "--steps", "12", "--every", "4", "--batch", "4", "--data", str(small.task.data)]
+    arguments += ["--width", "32", "--layers", "1", "--heads", "2", "--precision", "bf16", "--out", str(small.out)]
+    done = overtone_train(*arguments, ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16")
+    assert done.returncode == 0, done.stderr
+    (coarse,) = events(small, "finish")
+    exact = run(replace(small, out=small.out.with_name("exact")))
+    assert coarse["metrics"]["loss"] == pytest.approx(exact["metrics"]["loss"], rel=0.02)
+    assert coarse["anchor_fingerprint"] != exact["anchor_fingerprint"]
+
+
+def test_validation_is_of_what_all_share() -> None:
+    """With BatchNorm: the anchor's weights and the averaged statistics, not those of the replica's own last batches."""
+    task = load_task(TASKS["image"])
+    training = Training(steps=3, batch=8)
+
+    def build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = task.model()
+        return model, optimisers.build(model, training)
+
+    from overtone.train import local_steps
+
+    cluster = overtone.Cluster(build, overtone.decoupled(every=2), replicas=2)
+    feeds = {rank: task.feed(rank, 2, batch=8, seed=0, skew=0.0) for rank in range(2)}
+    list(local_steps(cluster, task, feeds, training))
+    own = [evaluate(task, replica.model)["loss"] for replica in cluster.replicas]
+    shared = []
+    for replica in cluster.replicas:
+        with replica.anchor() as model:
+            shared.append(evaluate(task, model)["loss"])
+    assert own[0] != own[1]
+    assert shared[0] == shared[1]
+
+
+def test_schedules() -> None:
+    def rates(schedule: Any) -> list[float]:
+        shape = optimisers.Schedule(Training(steps=100, warmup=10, inner_lr=1.0, schedule=schedule))
+        return [shape.rate(step) for step in range(101)]
+
+    for name in ("cosine", "wsd", "constant"):
+        assert rates(name)[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+        assert rates(name)[10] == 1.0
+    assert rates("cosine")[100] == pytest.approx(0.1)
+    assert rates("wsd")[81] == pytest.approx(1.0)
+    assert rates("wsd")[91] == pytest.approx(0.5)
+    assert rates("wsd")[100] == 0.0
+    assert rates("constant")[100] == 1.0
+
+
+def test_together_is_each_by_itself() -> None:
+    """Muon takes the matrices between embedding and output; a rate set on the pair reaches both parts."""
+    model = load_task(replace(TASKS["language"], model="gpt-neox-1m", language=Language(layers=1, width=32, heads=2)))
+    weights = model.model()
+    inner = optimisers.build(weights, Training(inner="muon"))
+    assert isinstance(inner, optimisers.Together)
+    muon, adamw = inner.parts
+    in_muon = {id(p) for group in muon.param_groups for p in group["params"]}
+    in_adamw = {id(p) for group in adamw.param_groups for p in group["params"]}
+    ends = {id(weights.get_input_embeddings().weight), id(weights.get_output_embeddings().weight)}
+    for name, p in weights.named_parameters():
+        matrix = p.ndim == 2 and id(p) not in ends
+        assert (id(p) in in_muon, id(p) in in_adamw) == (matrix, not matrix), name
+    optimisers.Schedule(Training(warmup=0, inner_lr=0.25)).set(inner, 0)
+    assert {group["lr"] for part in inner.parts for group in part.param_groups} == {0.25}
+    inner.load_state_dict(inner.state_dict())
+    assert inner.param_groups[0] is muon.param_groups[0]
+
+
+# -- what is written -----------------------------------------------------------------------------------------------
+
+
+def test_the_log_opens_with_configuration_and_environment(small: Run) -> None:
+    run(small)
+    start, *rest = runlog.read(small.out)  # type: ignore[arg-type]
+    assert start["event"] == "start"
+    assert start["config"]["steps"] == 12
+    assert start["config"]["warmup"] == 2  # what was left to a default is said
+    assert start["config"]["eval_every"] == 4
+    environment = start["environment"]
+    assert environment["versions"]["torch"] == torch.__version__.split("+")[0] or environment["versions"]["torch"]
+    assert environment["world"] == len(environment["hosts"]) == 1
+    assert {"host", "device", "cores"} <= environment["hosts"][0].keys()
+    assert environment["overtone"] == overtone.__version__
+    assert "commit" in environment
+    assert start["numbers"]["every"] == 4
+    assert start["data"]["fingerprint"]
+    found = [(record["event"], record["step"]) for record in rest]
+    assert [step for event, step in found if event == "train"] == [2, 4, 6, 8, 10, 12]
+    assert [step for event, step in found if event == "round"] == [4, 8, 12]
+    assert [step for event, step in found if event == "eval"] == [4, 8]
+    assert [step for event, step in found if event == "checkpoint"] == [5, 10, 12]
+    assert found[-1] == ("finish", 12)
+    assert rest[-1]["sample"]
+    assert sum(rest[-1]["shares"].values()) == pytest.approx(1.0)
+
+
+def test_a_log_that_was_cut_reads_as_if_it_had_not_been(tmp_path: Path) -> None:
+    file = tmp_path / runlog.NAME
+
+    def line(event: str, step: int, **more: Any) -> str:
+        return json.dumps({"event": event, "step": step, **more}) + "\n"
+
+    file.write_text(line("start", 0) + line("train", 1) + line("train", 2) + '{"event": "tr')
+    assert [r["step"] for r in runlog.read(tmp_path)] == [0, 1, 2]
+    log = runlog.RunLog(tmp_path)
+    log.write("resume", 1)
+    log.write("train", 2)
+    log.close()
+    assert [(r["event"], r["step"]) for r in runlog.read(file)] == [
+        ("start", 0), ("train", 1), ("resume", 1), ("train", 2),
+    ]  # fmt: skip
+    file.write_text(line("start", 0) + "nonsense\n" + line("train", 1))
+    with pytest.raises(runlog.RunLogError, match="line 2: not a record"):
+        runlog.read(tmp_path)
+    with pytest.raises(runlog.RunLogError, match="give the directory of a run"):
+        runlog.read(tmp_path / "nowhere")
+
+
+def test_tensorboard_has_what_the_log_has(small: Run) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(small)
+    board = EventAccumulator(str(small.out / "tensorboard"))  # type: ignore[operator]
+    board.Reload()
+    logged, curve = events(small, "train"), board.Scalars("train/loss")
+    assert [point.step for point in curve] == [record["step"] for record in logged]
+    assert [point.value for point in curve] == pytest.approx([record["loss"] for record in logged])
+    assert board.Scalars("round/bytes_sent")
+
+
+@pytest.mark.parametrize("name", track.TRACKERS)
+def test_trackers_hear_the_same(name: Any, small: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run(replace(small, saving=replace(small.saving, track=name)))
+    wrote = [p for p in tmp_path.rglob("*") if p.suffix in (".wandb", ".db") and p.stat().st_size > 0]
+    assert wrote
+
+
+def test_a_tracker_that_is_missing_is_named(small: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(OvertoneError, match="track=wandb: not installed; pip install wandb"):
+        run(replace(small, saving=replace(small.saving, track="wandb")))
+
+
+def test_time_is_accounted_for(small: Run) -> None:
+    closing = run(replace(small, training=replace(small.training, steps=100, batch=16), saving=Saving()))
+    shares = closing["shares"]
+    assert shares["inner steps"] > 0.3
+    assert shares["other"] + shares["data"] < 0.1  # benchmarks/overhead.py measures it where nobody disturbs
+
+
+# -- what is shown -------------------------------------------------------------------------------------------------
+
+
+def shown(config: Run, **console: Any) -> str:
+    where = io.StringIO()
+    view = View(Console(file=where, **console))
+    for record in runlog.read(config.out):  # type: ignore[arg-type]
+        view.write(record)
+    view.close()
+    return where.getvalue()
+
+
+def test_lines_for_a_file_and_a_bar_for_a_terminal(small: Run) -> None:
+    run(small)
+    lines = shown(small, width=60).splitlines()
+    assert lines[0].startswith("decoupled on text.txt: ")
+    assert any(line.startswith("step 2/12  loss ") and line.endswith(" left") for line in lines)
+    assert any(line.startswith("step 8: loss ") and "bits per byte" in line for line in lines)
+    assert "finished after 12 steps" in lines[-1]
+    assert not any("\x1b" in line for line in lines)
+    bar = shown(small, force_terminal=True, width=100)
+    for words in ("tokens/s", "round 3: 0 B", "waiting", "left", "12/12"):
+        assert words in bar
+
+
+# -- export --------------------------------------------------------------------------------------------------------
+
+
+def test_an_exported_language_model_loads_elsewhere(small: Run, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tiny = Language(context=32, layers=1, width=32, heads=2)
+    config = replace(small, task=replace(small.task, model="llama-1m", language=tiny))
+    closing = run(config)
+    folder = tmp_path / "exported"
+    step, metrics = export(config.out, folder)  # type: ignore[arg-type]
+    assert step == 12
+    assert metrics["loss"] == pytest.approx(closing["metrics"]["loss"], rel=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert evaluate(load_task(config.task), model)["loss"] == pytest.approx(closing["metrics"]["loss"], rel=1e-6)
+    with pytest.raises(RunError, match="exists already"):
+        export(config.out, folder)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stem", ["small", "full"])
+def test_an_exported_classifier_loads_elsewhere(stem: Any, small: Run, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageClassification
+
+    options = replace(TASKS["image"], image=Image(stem=stem, side=32 if stem == "full" else None))
+    config = replace(small, task=options, training=replace(small.training, batch=16))
+    closing = run(config)
+    export(config.out, tmp_path / "exported")  # type: ignore[arg-type]
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "exported")
+    found = evaluate(load_task(options), model)
+    assert found == pytest.approx(closing["metrics"], rel=1e-5)
+
+
+def test_export_in_the_middle_of_a_run_is_of_the_anchor(small: Run, tmp_path: Path) -> None:
+    """At step 10, in the middle of a round, the shared model is that of the round at step 8."""
+    session = Session(small, resume=False)
+    session._save = _dies_at(session, 12)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        session.run()
+    step, metrics = export(small.out, tmp_path / "exported")  # type: ignore[arg-type]
+    assert step == 10
+    assert metrics["loss"] == pytest.approx(events(small, "eval")[-1]["metrics"]["loss"], rel=1e-6)
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def _start(config: Run, differ: dict[str, Any]) -> None:
+    from overtone import launch
+    from overtone.transport import connect
+
+    rank = connect().rank
+    launch.one_replica(settings.updated(config, differ if rank else {}, "test"), resume=False)
+
+
+@pytest.mark.parametrize(
+    ("differ", "told"),
+    [
+        ({"batch": 3}, "replicas do not match: batch is 4 on rank 0 and 3 on rank 1"),
+        ({"data": "other"}, "replicas do not match: data: name is"),
+        ({"data": "nowhere"}, "data nowhere: no such file"),
+    ],
+)
+def test_replicas_that_differ_are_refused_on_every_rank(
+    differ: dict[str, Any], told: str, small: Run, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("something else entirely; " * 2000)
+    differ = {key: str(other) if value == "other" else value for key, value in differ.items()}
+    found = worlds.run(_start, small, differ, size=2, folder=tmp_path)
+    assert all("error" in result for result in found)
+    assert any(told in result["error"] for result in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--data", "nowhere.txt"], "data nowhere.txt: no such file or folder"),
+        (["--task", "image", "--data", "nowhere.npz"], "data nowhere.npz"),
+        (["--model", "gpt9"], "model 'gpt9'"),
+        (["--batch", "1000000"], "fewer than one batch of 1000000"),
+        (["--resume", "nowhere"], "resume nowhere: no run there"),
+        (["--method", "dilocoo"], "method 'dilocoo': unknown"),
+        (["--keep", "7", "--method", "ddp"], "keep=7: ddp has no such number"),
+        (["--task", "image", "--recompute"], "recompute: SmallResNetForImageClassification does not support"),
+    ],
+)
+def test_mistakes_get_one_line(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from overtone import cli
+
+    monkeypatch.setattr(
+        sys, "argv", ["overtone", "train", "--replicas", "1", "--out", str(tmp_path / "run"), *arguments]
+    )
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert told in str(stop.value.code)
+    assert "\n" not in str(stop.value.code)
+    assert not (tmp_path / "run" / runlog.NAME).exists()
+
+
+def test_a_replica_s_mistake_is_told_once_with_its_rank(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("word " * 60)
+    done = overtone_train("--out", str(tmp_path / "run"), "--data", str(tmp_path / "short.txt"), "--batch", "2")
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert line.startswith("overtone: rank ")
+    assert "4 training samples give each of 2 replicas 2" in line or "fewer than one batch" in line or "needs" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = overtone_train("--out", str(tmp_path / "run"), "--port", str(port))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"overtone: port={port}: Address already in use; choose another")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_a_port_of_one_s_choice(small: Run) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    assert small.out is not None
+    file = small.out.with_name("config.toml")
+    file.write_text(settings.toml(replace(small, replicas=2, port=port)))
+    done = overtone_train("--config", str(file))
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_runs_unchanged_under_torchrun(small: Run) -> None:
+    assert small.out is not None
+    file = small.out.with_name("config.toml")
+    file.write_text(settings.toml(replace(small, out=None)))
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [str(torchrun), "--nproc-per-node", "2", "-m", "overtone", "train", "--config", str(file)]
+    done = subprocess.run(
+        [*command, "--out", str(small.out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert events(small, "start")[0]["environment"]["world"] == 2
