@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py
 
-Two runs of `overtone train` with two replicas on this machine, read from their run logs: a small model for the shares of
-time, a larger one for checkpoints. Writes benchmarks/results/overhead.md.
+Two runs of `overtone train` with two replicas on this machine, read from their run logs: a small model for the shares
+of time, a larger one for checkpoints. Writes benchmarks/results/overhead.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
         "",
         "`python benchmarks/overhead.py` wrote this page: two replicas on one machine, one thread each.",
         "",
-        f"`overtone train {SHARES}`: {closing['seconds']:.0f} s of training, {closing['seconds_starting']:.1f} s to start.",
+        f"`overtone train {SHARES}`: {closing['seconds']:.0f} s of training, started in {closing['seconds_starting']:.1f} s",
         "",
         "| | share of wall time |",
         "|---|---|",

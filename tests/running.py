@@ -286,8 +286,9 @@ class Trial:
 def assert_same(mine: Trial, theirs: Trial) -> None:
     """To the bit: the log's numbers, and all that the replicas hold in the end. Nothing is left over, either."""
     for ours, wanted in zip(mine.log(), theirs.log(), strict=True):
-        assert ours == wanted
-    assert sorted(mine.bytes_of_files()) == sorted(theirs.bytes_of_files())
+        assert ours == wanted, f"{ours} is not {wanted}"
+    files = sorted(mine.bytes_of_files())
+    assert files == sorted(theirs.bytes_of_files()), files
     for mark in checkpoint.complete(theirs.checkpoints):
         for rank, (ours, wanted) in enumerate(zip(mine.trees(mark), theirs.trees(mark), strict=True)):
             assert_equal(ours, wanted, f"step {mark.step}, replica {rank}")

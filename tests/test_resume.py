@@ -90,7 +90,6 @@ CHAINS = {
         after("rundir:claim", rank=1, fresh=True),
         before("transport:Torch.broadcast", rank=1, fresh=True),
         after("agreement:compare_initial_weights", fresh=True),
-        Moment("overtone.runlog:RunLog.write", "torn", fresh=True),
         after("session:Session._say_start", fresh=True),
         after("tasks.deal:Dealt.next", rank=1, count=2, fresh=True),
         before("checkpoint:write", match="*step-00000003/*", fresh=True),
@@ -310,6 +309,12 @@ def test_a_launcher_killed_while_replicas_still_load(trial: Trial) -> None:
         assert live.end(patience=30).status == -signal.SIGKILL
 
 
+def test_killed_in_the_middle_of_the_very_first_line_of_the_log(trial: Trial, unbroken: Trial) -> None:
+    trial.stopped_at(Moment("overtone.runlog:RunLog.write", "torn", fresh=True))
+    trial.stopped_at(after("tasks.deal:Dealt.next", rank=1, count=2, fresh=True))
+    assert_same(trial.finished(), unbroken)
+
+
 def test_killed_before_the_configuration_is_written(trial: Trial, unbroken: Trial) -> None:
     """The log is there and empty. One of the two ways to start must be open."""
     trial.stopped_at(before("session:Session._say_start", rank=1, until=(runlog.NAME,)))
@@ -402,6 +407,7 @@ def test_a_long_run_hears_of_a_signal_within_seconds(trial: Trial, tmp_path: Pat
     assert [record["step"] for record in long.raw("train")] == list(range(1, step + 6))
     assert long.log() == wanted.log()
     assert_equal(long.trees(), wanted.trees(), "end")
+    assert "death signal" not in ended.said, "torch's launcher speaks too"
 
 
 # -- another number of replicas -----------------------------------------------------------------------------------

@@ -180,12 +180,21 @@ class Read:
 
 def settle(read: Read, mine: Header, expected: Expected, setting: Setting) -> Talk[dict[int, str]]:
     """Who is left out of this round, and why: nobody if all have read the same; else the same ranks everywhere."""
-    marks = json.dumps(read.marks).encode()
-    digest = setting.seal.digest([mine.run, mine.round.to_bytes(4, "little"), marks])
+    digest = verdict(read, mine, setting)
     verdicts = yield Gather(digest, equal=True)
-    if not read.refused and all(verdict == digest for verdict in verdicts):
+    if not read.refused and all(other == digest for other in verdicts):
         return {}
-    # Trouble: everybody tells what it read of whom, and all come to the same conclusion.
+    return (yield from dispute(read, mine, expected, setting))
+
+
+def verdict(read: Read, mine: Header, setting: Setting) -> bytes:
+    """Eight bytes that are equal on all ranks exactly if all have read the same."""
+    marks = json.dumps(read.marks).encode()
+    return setting.seal.digest([mine.run, mine.round.to_bytes(4, "little"), marks])
+
+
+def dispute(read: Read, mine: Header, expected: Expected, setting: Setting) -> Talk[dict[int, str]]:
+    """Trouble: everybody tells what it read of whom, and all come to the same conclusion."""
     body = json.dumps({"marks": read.marks, "refused": read.refused}).encode()
     heard = yield Gather(seal_message(replace(mine, kind=Kind.DISPUTE), body, setting.seal), most=WORDS)
     disputes = open_all("dispute", heard, read.peers, expected, setting.seal, _read_dispute)
@@ -254,7 +263,12 @@ class HeardSum(Heard):
 
 @dataclass(frozen=True)
 class Summed:
-    """Headers are gathered and agreed on, then the network adds the payloads up: [ values | floating buffers ]."""
+    """Headers are gathered, then the network adds up one vector: [ values | floating buffers | verdict ].
+
+    The verdict rides in the sum, so that a step of plain data parallelism waits for its peers twice and not thrice.
+    Hence the sum must not depend on what was read: whoever has nothing to add, adds zeros. Only when everybody that
+    could be read is finishing is there none.
+    """
 
     setting: Setting
 
@@ -265,25 +279,45 @@ class Summed:
         for rank, message in zip(peers, heard, strict=True):
             with read.refusing(rank):
                 read.letters[rank] = unseal_message(message, expected, rank, seal)
-        yield from settle(read, say.header, expected, self.setting)  # from here on all know the same kinds
         headers = [letter.header for letter in read.letters.values()]
+        if all(header.kind is Kind.FINISH for header in (say.header, *headers)):
+            yield from settle(read, say.header, expected, self.setting)
+            return HeardSum(headers, self.setting)
+        votes = _votes(verdict(read, say.header, self.setting)).to(self.setting.device)
+        total = yield Sum(torch.cat([*self._numbers(say), votes]))
+        if read.refused or not _unanimous(total[-len(votes) :], len(peers)):
+            yield from dispute(read, say.header, expected, self.setting)
         if any(header.kind is Kind.FAILURE for header in headers):
             return (yield from self._reasons(say, expected, peers, headers))
-        if any(header.kind not in WITH_PAYLOAD for header in headers):
-            return HeardSum(headers, self.setting)
-        total = yield Sum(torch.cat(self._numbers(say)))
         # Divided by a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
-        return HeardSum(headers, self.setting, total / torch.tensor(float(len(headers)), device=total.device))
+        mean = total[: -len(votes)] / torch.tensor(float(len(headers)), device=total.device)
+        return HeardSum(headers, self.setting, mean)
 
     def _numbers(self, say: Say) -> list[Tensor]:
+        device = self.setting.device
+        if say.header.kind not in WITH_PAYLOAD:
+            changes = sum(shared.numel() for shared in self.setting.buffers.shared)
+            return [torch.zeros(self.setting.layout.size + changes, device=device)]
         blocks = [block.view(-1) for block in say.blocks if isinstance(block, Tensor)]
-        return [*blocks, self.setting.buffers.changes().to(self.setting.device)]
+        return [*blocks, self.setting.buffers.changes().to(device)]
 
     def _reasons(self, say: Say, expected: Expected, peers: Sequence[int], headers: list[Header]) -> Talk[Heard]:
         """Whoever failed says why, in words."""
         heard = yield Gather(seal_message(say.header, in_words(say.why), self.setting.seal), most=WORDS)
         reasons = open_all("message", heard, peers, expected, self.setting.seal, Letter.words)
         return HeardSum(headers, self.setting, reasons=reasons)
+
+
+def _votes(digest: bytes) -> Tensor:
+    """A verdict as numbers that can be added up without rounding: its half-bytes, then their squares."""
+    halves = torch.tensor([half for byte in digest for half in (byte >> 4, byte & 15)], dtype=torch.float32)
+    return torch.cat([halves, halves.square()])
+
+
+def _unanimous(total: Tensor, voters: int) -> bool:
+    """All votes were equal: the sum of squares is the least it can be. Every rank reads that from the same totals."""
+    sums, squares = total.double().chunk(2)
+    return bool((squares * voters == sums.square()).all())
 
 
 def in_words(why: str) -> bytes:
