@@ -323,6 +323,18 @@ def test_killed_before_the_configuration_is_written(trial: Trial, unbroken: Tria
     assert_same(trial, unbroken)
 
 
+def test_what_a_killed_write_has_left_disappears(cut: Trial, unbroken: Trial, tmp_path: Path) -> None:
+    """safetensors itself writes beside, under a random name; a kill in the midst of that (some chains above meet one by
+    chance) leaves such a file."""
+    trial = cut.on(folder=tmp_path / "run")
+    shutil.copytree(cut.folder, trial.folder)
+    (trial.folder / "checkpoints/step-00000009").mkdir(exist_ok=True)
+    for step in (3, 6, 9):
+        (trial.folder / f"checkpoints/step-{step:08d}/.tmp4uYl7Z").write_bytes(bytes(1000))
+    assert_same(trial.finished(), unbroken)
+    assert sorted(path.name for path in trial.checkpoints.iterdir()) == ["step-00000021", "step-00000024"]
+
+
 def test_a_run_that_has_lost_all_its_checkpoints_does_not_begin_anew_unasked(cut: Trial, tmp_path: Path) -> None:
     trial = cut.on(folder=tmp_path / "run")
     shutil.copytree(cut.folder, trial.folder)
