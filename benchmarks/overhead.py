@@ -42,7 +42,7 @@ def main() -> None:
         "",
         "`python benchmarks/overhead.py` wrote this page: two replicas on one machine, one thread each.",
         "",
-        f"`overtone train {SHARES}`: {closing['seconds']:.0f} s of training, started in {closing['seconds_starting']:.1f} s",
+        f"`overtone train {SHARES}`: {closing['seconds']:.0f} s, after {closing['seconds_starting']:.1f} s to start.",
         "",
         "| | share of wall time |",
         "|---|---|",

@@ -274,7 +274,7 @@ class Trial:
         files = [checkpoint.file_of(self.checkpoints, mark, rank) for rank in range(mark.replicas)]
         found = [checkpoint.read(file) for file in files]
         for tree in found:
-            del tree["seconds"]
+            del tree["accounts"]["seconds"]
             ledger = tree["replica"]["ledger"]
             tree["replica"]["ledger"] = {phase: ledger[phase][:2] for phase in ("rounds", "finish")}
         return found

@@ -100,34 +100,39 @@ def read(path: Path) -> Any:
     """One replica's tree; refused, naming file and reason, if it is not whole."""
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
-            said = json.loads((file.metadata() or {})["overtone"])
+            header = (file.metadata() or {}).get("overtone")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; the checkpoint is not complete") from error
-    except KeyError as error:
-        raise CheckpointError(f"{path}: not a checkpoint of overtone") from error
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise _damaged(path, str(error)) from error
-    if said.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {said.get('format')}; this version of overtone reads {FORMAT}")
-    if _fingerprint(tensors) != said["fingerprint"]:
-        raise _damaged(path, "its tensors are not those that were written")
-    return nest.together(said["tree"], tensors)
+    if header is None:
+        raise CheckpointError(f"{path}: not a checkpoint of overtone")
+    try:
+        said = json.loads(header)
+        if said["format"] != FORMAT:
+            raise CheckpointError(f"{path}: format {said['format']}; this version of overtone reads {FORMAT}")
+        if said["fingerprint"] != _fingerprint(said["tree"], tensors):
+            raise _damaged(path, "it does not hold what was written")
+        return nest.together(said["tree"], tensors)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise _damaged(path, f"its header cannot be read: {error!r}") from error
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path}: damaged ({why}). Delete {path.parent} to go on from the checkpoint before it")
 
 
-def _fingerprint(tensors: dict[str, Tensor]) -> str:
-    names = fingerprint.of_text("\n".join(sorted(tensors)))
-    return (names + fingerprint.of_tensors(tensors[name] for name in sorted(tensors))).hex()
+def _fingerprint(tree: Any, tensors: dict[str, Tensor]) -> str:
+    """Of all there is: the tree as it is written, which names every tensor, and the tensors."""
+    words = fingerprint.of_text(json.dumps([tree, sorted(tensors)]))
+    return (words + fingerprint.of_tensors(tensors[name] for name in sorted(tensors))).hex()
 
 
 def write(path: Path, tree: Any, tensors: dict[str, Tensor]) -> None:
     """``tree`` is what `nest.apart` left; whole or not at all."""
     beside = path.with_name(f".{path.name}.tmp")
-    said = {"format": FORMAT, "fingerprint": _fingerprint(tensors), "tree": tree}
+    said = {"format": FORMAT, "fingerprint": _fingerprint(tree, tensors), "tree": tree}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(tensors, str(beside), metadata={"overtone": json.dumps(said)})
@@ -200,12 +205,15 @@ class Saver:
         self._delete(lambda mark: mark in marks[: -self.keep])
 
     def forget_after(self, step: int) -> None:
-        """Delete what a run that was cut off left beyond the step that is gone on from."""
-        self._delete(lambda mark: mark.step > step)
+        """Delete what a run that was cut off left beyond the step that is gone on from, and what it had half written.
+        Nobody writes before all have done this."""
         for place in _listed(self.folder):
             for path in _listed(place) if place.is_dir() else []:
-                if path.name.startswith(f".replica-{self.rank}-of-"):  # of a write that was cut off
+                if path.name.startswith("."):  # ours, or of the library, which writes beside as well
                     path.unlink(missing_ok=True)
+            with suppress(OSError):  # it holds files
+                place.rmdir()
+        self._delete(lambda mark: mark.step > step)
 
     def _delete(self, chosen: Callable[[Mark], bool]) -> None:
         gone = [(rank, path) for mark, rank, path in _present(self.folder) if chosen(mark)]
@@ -240,7 +248,10 @@ def restore(replica: Replica, tree: Mapping[str, Any]) -> None:
     replica.load_state_dict(tree["replica"])
     for name, tensor in {**replica.parameters.all, **replica.buffers.named()}.items():
         tensor.copy_(tree["model"][name])
-    replica.inner.load_state_dict(tree["inner"])
+    try:
+        replica.inner.load_state_dict(tree["inner"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"the inner optimiser's saved state does not fit this one ({error!r})") from error
 
 
 def blend(trees: Sequence[Any], *, consensus: bool, rank: int) -> Any:

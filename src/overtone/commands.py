@@ -124,7 +124,7 @@ def _base(arguments: Sequence[str]) -> Run:
         run = replace(settings.load(Path(resume) / rundir.CONFIG, run), out=Path(resume))
     if config is not None:
         run = settings.load(Path(config), run)
-    return run
+    return settings.told(run)
 
 
 def _value_of(arguments: Sequence[str], flag: str) -> str | None:

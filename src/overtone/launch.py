@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,10 +27,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from overtone import rundir, settings
 from overtone.config import ConfigError, Run
 from overtone.errors import OvertoneError
+from overtone.upkeep import STOPPING, listening
 
 T = TypeVar("T")
 
-SPAWNED = "OVERTONE_SPAWNED"  # set for replicas that this module started
+SPAWNED = "OVERTONE_SPAWNED"  # for replicas that this module started: its process
 PATIENCE = 600  # seconds that replicas have to save before they are killed
 
 
@@ -62,13 +62,10 @@ def all_replicas(config: Run, *, resume: bool) -> None:
     folder = config.out or rundir.fresh(config.choice.method)
     rundir.check(folder, resume=resume)
     rundir.free(folder)
-    file = _config_file(settings.toml(replace(config, out=folder)))
-    try:
-        going_on = ["--resume", str(folder)] if resume else []
-        spawn(["train", "--config", str(file), *going_on], replicas=config.replicas, port=config.port,
-              threads=threads_of(config, config.replicas))  # fmt: skip
-    finally:
-        file.unlink(missing_ok=True)
+    os.environ[settings.TOLD] = settings.toml(replace(config, out=folder))
+    arguments = ["train", "--resume", str(folder)] if resume else ["train"]
+    threads = threads_of(config, config.replicas)
+    spawn(arguments, replicas=config.replicas, threads=threads, port=config.port)
 
 
 def threads_of(config: Run, replicas: int) -> int:
@@ -79,10 +76,12 @@ def one_replica(config: Run, *, resume: bool) -> None:
     """Be one of them."""
     from overtone.session import Session, Stopped  # the launcher itself has no need of it
 
+    _die_with_parent()
     if config.threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_of(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     try:
-        in_world(lambda: Session(config, resume=resume).run())
+        with listening() as asked:
+            in_world(lambda: Session(config, resume=resume, asked=asked).run())
     except Stopped as stop:
         sys.exit(128 + stop.signal)
 
@@ -107,10 +106,12 @@ def in_world(work: Callable[[], T]) -> T:
 
 def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -> None:
     """``python -m overtone …`` as each of K replicas, until all are done. What one of them died of is raised here."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed"):  # each has a level of its own; what matters is told below
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     if port:
         _refuse_taken(port)
-    os.environ[SPAWNED] = "1"
+    os.environ[SPAWNED] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no need to find out the host's own name
@@ -125,6 +126,7 @@ def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -
         monitor_interval=0.1,
         local_addr="localhost",
         shutdown_timeout=PATIENCE,
+        signals_to_handle=",".join(signal.Signals(number).name for number in STOPPING),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "overtone", *arguments)
@@ -132,14 +134,6 @@ def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -
         raise ReplicaError(_in_words(error.failures)) from None
     except SignalException as stop:
         sys.exit(128 + stop.sigval)
-
-
-def _config_file(text: str) -> Path:
-    """A configuration for the replicas to read."""
-    handle, path = tempfile.mkstemp(prefix="overtone-", suffix=".toml")
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    return Path(path)
 
 
 def _refuse_taken(port: int) -> None:
@@ -178,6 +172,8 @@ def _die_with_parent() -> None:
     if is_ours() and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != int(os.environ[SPAWNED]):  # it died before this line
+            sys.exit(1)
 
 
 def _confess(error: BaseException) -> None:

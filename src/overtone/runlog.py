@@ -83,7 +83,7 @@ def read(path: Path) -> list[Record]:
             event, step = record["event"], record["step"]
         except (ValueError, KeyError, TypeError):
             # Cut off in the middle of a line by a kill; in any other place the file is damaged.
-            if number == len(lines) or (records and _follows_a_cut(lines, number)):
+            if number == len(lines) or _follows_a_cut(lines, number):
                 continue
             raise RunLogError(f"{file}, line {number}: not a record of a run log") from None
         if event == "resume":
@@ -94,6 +94,11 @@ def read(path: Path) -> list[Record]:
 
 def steps_of(path: Path, event: str) -> set[int]:
     return {record["step"] for record in read(path) if record["event"] == event}
+
+
+def last(path: Path, event: str) -> Record | None:
+    found = [record for record in read(path) if record["event"] == event]
+    return found[-1] if found else None
 
 
 def _follows_a_cut(lines: Sequence[str], number: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import tomllib
 import types
 import typing
@@ -19,6 +20,8 @@ from overtone.config import ConfigError
 
 T = TypeVar("T")
 
+TOLD = "OVERTONE_CONFIG"  # where a launcher leaves the whole configuration for its replicas
+
 
 def load(path: Path, base: T) -> T:
     """``base`` with what the file says."""
@@ -29,6 +32,12 @@ def load(path: Path, base: T) -> T:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config {path}: not TOML: {error}") from error
     return updated(base, found, str(path))
+
+
+def told(base: T) -> T:
+    """``base`` with what the launcher said, if there is one."""
+    text = os.environ.get(TOLD)
+    return base if text is None else updated(base, tomllib.loads(text), TOLD)
 
 
 def updated(base: T, values: Mapping[str, Any], where: str) -> T:

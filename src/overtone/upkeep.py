@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from overtone.transport import Transport
 
 MOST = 1 << 20  # bytes of one such message
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SECONDS = 5.0  # between two pulses, about
 
 
@@ -23,13 +29,38 @@ class Upkeep:
         return [json.loads(message.rstrip(b"\0")) for message in heard]
 
 
+@dataclass
+class Asked:
+    """Whether this process was asked to stop, and by which signal."""
+
+    name: str = ""
+
+
+@contextmanager
+def listening() -> Iterator[Asked]:
+    """A signal asks for a stop after everything was saved; a second one does not wait."""
+    asked = Asked()
+
+    def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        if asked.name:
+            raise KeyboardInterrupt
+        asked.name = signal.Signals(number).name
+
+    before = {number: signal.signal(number, ask) for number in STOPPING}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Pulse:
     """Now and then the replicas tell each other whether one of them was asked to stop, so that all stop after the same
     step. Replica 0 says when the next pulse is due, from how long steps take."""
 
-    def __init__(self, upkeep: Upkeep, step: int) -> None:
+    def __init__(self, upkeep: Upkeep, step: int, asked: Asked) -> None:
         self.upkeep = upkeep
-        self.asked = ""  # by which signal
+        self.asked = asked
         self.due = step + 1
         self._last = (step, time.perf_counter())
 
@@ -40,6 +71,6 @@ class Pulse:
         before, began = self._last
         per_step = max(1e-6, (time.perf_counter() - began) / max(1, step - before))
         self._last = (step, time.perf_counter())
-        heard = self.upkeep.tell([self.asked, step + max(1, int(SECONDS / per_step))])
+        heard = self.upkeep.tell([self.asked.name, step + max(1, int(SECONDS / per_step))])
         self.due = heard[0][1]
         return next((asked for asked, _ in heard if asked), "")

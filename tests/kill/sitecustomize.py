@@ -101,7 +101,7 @@ def kill_all() -> None:
 def send(pid: int, number: signal.Signals) -> None:
     """And go on only when this replica knows of it."""
     os.kill(pid, number)
-    wait_for(lambda: LATEST["Pulse"].asked, f"{number.name} to arrive")
+    wait_for(lambda: LATEST["Pulse"].asked.name, f"{number.name} to arrive")
 
 
 DEEDS = {
