@@ -33,7 +33,7 @@ def test_the_example_has_forty_lines_and_says_how_to_run_it() -> None:
 
 
 def test_the_example_ends_alike_in_processes_and_in_the_simulator(tmp_path: Path) -> None:
-    done = overtone("train", "--task", EXAMPLE, *RUN, "--run", tmp_path / "run")
+    done = overtone("train", "--task", EXAMPLE, *RUN, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "on two moons:" in done.stderr
     real = [record for record in runlog.read(tmp_path / "run") if record["event"] == "finish"][-1]
@@ -74,7 +74,7 @@ def test_an_error_of_the_users_own_shows_where_it_is(tmp_path: Path) -> None:
     """It is no error of ours to put into words: the traceback ends in the user's own line, as in any program."""
     file = tmp_path / "own.py"
     file.write_text("def task(options):\n    return {}['colour']\n")
-    done = overtone("train", "--task", file, *RUN, "--run", tmp_path / "run")
+    done = overtone("train", "--task", file, *RUN, "--out", tmp_path / "run")
     assert done.returncode == 1
     assert f'File "{file}", line 2, in task' in done.stderr
     assert "return {}['colour']" in done.stderr

@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overtone import checkpoint, runlog
+from overtone import checkpoint, marks, runlog
 from overtone.tasks.deal import Dealt, Deck
 from running import Cold, Moment, Torchrun, Trial, Warm, after, assert_equal, assert_same, before, running, wait_until
 
@@ -67,7 +68,8 @@ def trial(unbroken: Trial, tmp_path: Path) -> Trial:
 
 
 def file(step: int, rank: int, replicas: int = 2) -> str:
-    return f"checkpoints/step-{step:08d}/replica-{rank}-of-{replicas}.safetensors"
+    final = "-final" if step == STEPS else ""
+    return f"checkpoints/step-{step:08d}{final}/replica-{rank}-of-{replicas}.safetensors"
 
 
 def saved(step: int, replicas: int = 2) -> tuple[str, ...]:
@@ -87,7 +89,7 @@ def one_line(said: str) -> str:
 CHAINS = {
     "before there is a checkpoint": [
         before("session:Session._agree", fresh=True),
-        after("rundir:claim", rank=1, fresh=True),
+        after("rundir:claim", rank=0, fresh=True),
         before("transport:Torch.broadcast", rank=1, fresh=True),
         after("agreement:compare_initial_weights", fresh=True),
         after("session:Session._say_start", fresh=True),
@@ -98,11 +100,11 @@ CHAINS = {
     ],
     "steps, and going on": [
         after("tasks.language:LanguageTask.loss", count=5, until=saved(3)),
-        before("checkpoint:newest_common", rank=1),
+        before("session:newest_common", rank=1),
         before("checkpoint:restore", rank=1),
         after("checkpoint:restore"),
-        before("checkpoint:Saver.forget_after"),
-        after("checkpoint:Saver.forget_after", rank=1),
+        before("saver:Saver.forget_after"),
+        after("saver:Saver.forget_after", rank=1),
         before("rundir:write_config"),
         Moment("overtone.runlog:RunLog.write", "torn"),
         after("inner:InnerStep.take", rank=1, count=2),
@@ -136,11 +138,11 @@ CHAINS = {
         Moment("pathlib:Path.replace", "before", match="*step-00000006/.replica-0*", until=(file(6, 1),)),
         Moment("pathlib:Path.replace", "after", rank=1, match="*step-00000006/.replica-1*", until=(file(6, 0),)),
         after("checkpoint:_flush", match="*/checkpoints", until=saved(9)),
-        before("checkpoint:Saver._prune"),
+        before("saver:Saver.prune"),
         Moment("pathlib:Path.unlink", "after", rank=1, match="*/replica-1-of-2.safetensors"),
         Moment("pathlib:Path.rmdir", "before", rank=0, match="*/step-*"),
-        after("checkpoint:Saver._prune", rank=1),
-        after("checkpoint:Saver.save", rank=0),
+        after("saver:Saver.prune", rank=1),
+        after("saver:Saver.save", rank=0),
     ],
     "at the end": [
         before("tasks.language:LanguageTask.loss", step=22, until=saved(21)),
@@ -152,7 +154,7 @@ CHAINS = {
         after("replica:Replica.show", rank=0),
         before("session:Session._save", rank=0, step=24),
         Moment(SAVE_FILE, "half", rank=0, until=(file(24, 1),)),
-        before("checkpoint:write", rank=1, match="*step-00000024/*", until=(file(24, 0),)),
+        before("checkpoint:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
         before("session:Session._evaluated", rank=1, step=24, until=saved(24)),
         after("session:Session._evaluated", rank=0, step=24),
     ],
@@ -176,7 +178,7 @@ def test_a_run_killed_at_every_moment_ends_as_if_never_disturbed(
 
 def test_killed_after_the_last_checkpoint_but_before_the_log_says_so(trial: Trial, unbroken: Trial) -> None:
     """Everything is saved; only the closing line is missing."""
-    trial.stopped_at(after("checkpoint:Saver.settle", step=STEPS, count=2))
+    trial.stopped_at(after("saver:Saver.settle", step=STEPS, count=2))
     assert trial.newest().step == STEPS
     assert_same(trial.finished(), unbroken)
 
@@ -228,7 +230,7 @@ MOMENTS = [
     Moment(SAVE_FILE, "half", rank=1, until=(file(9, 0),)),
     after("layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
     before("session:measure", rank=0, step=20, until=saved(18)),
-    before("checkpoint:write", rank=1, match="*step-00000024/*", until=(file(24, 0),)),
+    before("checkpoint:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
 ]
 
 
@@ -333,7 +335,7 @@ def test_what_a_killed_write_has_left_disappears(cut: Trial, unbroken: Trial, tm
     for step in (3, 6, 9):
         (trial.folder / f"checkpoints/step-{step:08d}/.tmp4uYl7Z").write_bytes(bytes(1000))
     assert_same(trial.finished(), unbroken)
-    assert sorted(path.name for path in trial.checkpoints.iterdir()) == ["step-00000021", "step-00000024"]
+    assert sorted(path.name for path in trial.checkpoints.iterdir()) == ["step-00000021", "step-00000024-final"]
 
 
 def test_a_run_that_has_lost_all_its_checkpoints_does_not_begin_anew_unasked(cut: Trial, tmp_path: Path) -> None:
@@ -449,12 +451,13 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
     old, new = change
     trial = rare.on(replicas=old)
     trial.stopped_at(after("inner:InnerStep.take", rank=1, count=11, until=saved(9, old)))
-    assert trial.newest() == checkpoint.Mark(9, old)
+    assert trial.newest() == marks.Mark(9, False, old)
     then = trial.trees()
     assert all(tree["replica"]["counts"] == {"steps": 9, "rounds": 1, "steps_at_round": 8} for tree in then)
 
     # What the rule says, on the files themselves.
-    blended = [checkpoint.blend(then, consensus=True, rank=rank) for rank in range(new)]
+    files = [marks.file_of(trial.checkpoints, trial.newest(), rank) for rank in range(old)]
+    blended = [checkpoint.blend(files, consensus=True, rank=rank) for rank in range(new)]
     for tree in blended:
         for name in ("anchor", "momentum"):
             assert torch.equal(tree["replica"]["state"][name], then[0]["replica"]["state"][name])
@@ -470,7 +473,7 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
     ended = changed.stopped_at(STOP)
     assert ended.status == 143, ended
     assert f"goes on from step 9, saved by {old} replicas" in ended.said
-    now = changed.trees(checkpoint.Mark(11, new))
+    now = changed.trees(marks.Mark(11, False, new))
     for tree in now:
         for name in ("anchor", "momentum"):
             assert torch.equal(tree["replica"]["state"][name], then[0]["replica"]["state"][name])
@@ -510,14 +513,14 @@ def test_killed_after_the_number_changed_it_changes_again_alike(trial: Trial, tm
     shutil.copytree(trial.folder, other.folder)
     other.finished()
     for moment in (
-        after("checkpoint:Saver.forget_after", rank=1),
+        after("saver:Saver.forget_after", rank=1),
         after("replica:Replica._absorb", rank=1, step=8),
         before("checkpoint:write", rank=1, match="*step-00000009/*", until=(file(9, 0),)),
         after("replica:Replica._absorb", rank=1, step=12, until=saved(9)),
     ):
         trial.stopped_at(moment)
     assert_same(trial.finished(), other)
-    assert {mark.replicas for mark in checkpoint.complete(trial.checkpoints)} == {2}
+    assert {mark.replicas for mark in marks.complete(trial.checkpoints)} == {2}
 
 
 def test_another_number_of_replicas_without_consensus(change: tuple[int, int], rare: Trial) -> None:
@@ -529,7 +532,7 @@ def test_another_number_of_replicas_without_consensus(change: tuple[int, int], r
     changed = trial.on(replicas=new)
     ended = changed.stopped_at(STOP)
     assert ended.status == 143, ended
-    for rank, tree in enumerate(changed.trees(checkpoint.Mark(11, new))):
+    for rank, tree in enumerate(changed.trees(marks.Mark(11, False, new))):
         assert_equal(tree["replica"]["state"], then[rank % old]["replica"]["state"], f"replica {rank}")
         assert_equal(tree["replica"]["signal"], then[rank % old]["replica"]["signal"], f"replica {rank}")
     changed.finished()
@@ -691,7 +694,7 @@ def edit(path: Path, old: bytes, new: bytes) -> None:
 
 
 DAMAGE = {
-    "a flipped bit in the tensors": (lambda p: flip(p, -1000), "damaged (its tensors are not those that were written)"),
+    "a flipped bit in the tensors": (lambda p: flip(p, -1000), "damaged (it does not hold what was written)"),
     "a flipped bit in the header": (lambda p: flip(p, 3000), "damaged ("),
     "another number in the header": (
         lambda p: edit(p, rb"[\"taken\", 12]", rb"[\"taken\", 14]"), "damaged ("),
@@ -770,7 +773,7 @@ def test_any_header_is_refused_in_words(header: str, tmp_path: Path) -> None:
     with suppress(ValueError, RecursionError):
         parsed = json.loads(header)
         tree = parsed.get("tree") if isinstance(parsed, dict) else None
-        header = header.replace("FP", checkpoint._fingerprint(tree, tensors))
+        header = header.replace("FP", checkpoint.stamp(tree, sorted(tensors), tensors.__getitem__))
     path = tmp_path / "x.safetensors"
     safetensors.torch.save_file(tensors, str(path), metadata={"overtone": header})
     with pytest.raises(checkpoint.CheckpointError, match=r"x\.safetensors"):

@@ -17,7 +17,7 @@ ODD = Run(
     replicas=3,
     out=Path('a "strange" dir'),
     task=TaskOptions(data="ü.txt", skew=0.25, language=Language(context=32)),
-    training=Training(steps=11, inner="muon", compile=True),
+    training=Training(steps=11, inner="muon", compile=True, clip=float("inf")),
     saving=Saving(eval_every=4),
 )
 
@@ -67,6 +67,22 @@ def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
     assert (run.training.steps, run.training.batch, run.choice.method) == (70, 5, "diloco")
     assert run.task.model == "gpt-neox-1m"
     assert run.choice.every == 10
+
+
+def test_the_last_of_two_counts_and_a_resumed_run_stays_where_it_is(tmp_path: Path) -> None:
+    for steps in (5, 6):
+        (tmp_path / f"{steps}.toml").write_text(f"steps = {steps}")
+    assert parsed("--config", str(tmp_path / "5.toml"), "--config", str(tmp_path / "6.toml")).training.steps == 6
+    with pytest.raises(ConfigError, match="a resumed run stays where it is"):
+        parsed("--resume", str(tmp_path), "--out", "elsewhere")
+
+
+def test_a_replica_obeys_its_launcher_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.toml").write_text("every = 9")
+    monkeypatch.setenv(settings.TOLD, settings.toml(ODD))
+    assert parsed("--resume", str(tmp_path)) == ODD
+    monkeypatch.setenv(settings.TOLD, settings.toml(Run()))
+    assert parsed("--resume", str(tmp_path)).choice.every is None
 
 
 def test_dashes_and_underscores_both_do(tmp_path: Path) -> None:

@@ -371,6 +371,41 @@ def test_export_in_the_middle_of_a_run_is_of_the_anchor(small: Run, tmp_path: Pa
     assert metrics["loss"] == pytest.approx(events(small, "eval")[-1]["metrics"]["loss"], rel=1e-6)
 
 
+def test_there_is_nothing_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    from overtone import cli
+
+    monkeypatch.setattr(sys, "argv", ["overtone", "train", "--resume", "nowhere"])
+    with pytest.raises(SystemExit, match="resume nowhere: no run there"):
+        cli.main()
+
+
+def test_flags_of_a_resumed_run_count(small: Run) -> None:
+    run(small)
+    decayed = replace(small, training=replace(small.training, weight_decay=0.7, steps=16))
+    session = Session(decayed, resume=True)
+    assert {group["weight_decay"] for group in session.replica.inner.param_groups} == {0.7}
+    session.run()
+    assert events(small, "resume")[0]["config"]["weight_decay"] == 0.7
+
+
+def test_a_run_can_be_resumed_from_elsewhere(small: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Relative paths are written down as seen from anywhere."""
+    monkeypatch.chdir(Path(str(small.task.data)).parent)
+    assert small.out is not None
+    run(replace(small, task=replace(small.task, data="text.txt")))
+    monkeypatch.chdir(tmp_path)
+    assert export(small.out, tmp_path / "exported")[0] == 12
+    assert events(small, "start")[0]["config"]["data"] == "text.txt"
+
+
+def test_export_where_the_other_replicas_files_are_elsewhere(small: Run, tmp_path: Path) -> None:
+    run(small)
+    assert small.out is not None
+    (mine,) = (small.out / "checkpoints" / "step-00000012-final").iterdir()
+    mine.rename(mine.with_name("replica-0-of-3.safetensors"))
+    assert export(small.out, tmp_path / "exported")[0] == 12
+
+
 # -- what goes wrong -----------------------------------------------------------------------------------------------
 
 
@@ -386,8 +421,8 @@ def _start(config: Run, differ: dict[str, Any]) -> None:
     ("differ", "told"),
     [
         ({"batch": 3}, "replicas do not match: batch is 4 on rank 0 and 3 on rank 1"),
-        ({"data": "other"}, "replicas do not match: data: name is"),
-        ({"data": "nowhere"}, "data nowhere: no such file"),
+        ({"data": "other"}, "replicas do not match: data is"),
+        ({"data": "nowhere"}, "rank 1: data nowhere: no such file"),
     ],
 )
 def test_replicas_that_differ_are_refused_on_every_rank(
@@ -408,9 +443,9 @@ def test_replicas_that_differ_are_refused_on_every_rank(
         (["--task", "image", "--data", "nowhere.npz"], "data nowhere.npz"),
         (["--model", "gpt9"], "model 'gpt9'"),
         (["--batch", "1000000"], "fewer than one batch of 1000000"),
-        (["--resume", "nowhere"], "resume nowhere: no run there"),
         (["--method", "dilocoo"], "method 'dilocoo': unknown"),
         (["--keep", "7", "--method", "ddp"], "keep=7: ddp has no such number"),
+        (["--device", "cuda"], "device=cuda: replica 0 of this host needs a GPU of its own, and there are 0"),
         (["--task", "image", "--recompute"], "recompute: SmallResNetForImageClassification does not support"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -19,6 +20,12 @@ def main() -> None:
     try:
         commands.run(commands.parse(sys.argv[1:]))
     except OvertoneError as error:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a replica that did not get as far as being one
+            from overtone import launch
+
+            launch.confess(error)
+            if launch.is_ours():  # the launcher tells it, once
+                sys.exit(1)
         sys.exit(f"overtone: {error}")
     except KeyboardInterrupt:
         sys.exit("overtone: interrupted")

@@ -113,27 +113,33 @@ def parse(arguments: Sequence[str]) -> object:
 
 def _base(arguments: Sequence[str]) -> Run:
     """What the flags start from: a recipe, a file or an earlier run, each if there is one."""
-    recipe, config, resume = (_value_of(arguments, flag) for flag in ("--recipe", "--config", "--resume"))
+    if (told := settings.told(Run())) is not None:
+        return told
+    recipe, config, resume, out = (_value_of(arguments, f"--{flag}") for flag in ("recipe", "config", "resume", "out"))
     run = Run()
     if recipe is not None:
         if recipe not in RECIPES:
             raise ConfigError(f"recipe {recipe!r}: unknown; there are {', '.join(RECIPES)}")
         run = RECIPES[recipe]()
     if resume is not None:
-        rundir.check(Path(resume), resume=True)
+        if out is not None:
+            raise ConfigError(f"out={out}: a resumed run stays where it is, in {resume}; leave --out away")
+        rundir.refuse_unused(Path(resume), "resume")
         run = replace(settings.load(Path(resume) / rundir.CONFIG, run), out=Path(resume))
     if config is not None:
         run = settings.load(Path(config), run)
-    return settings.told(run)
+    return run
 
 
 def _value_of(arguments: Sequence[str], flag: str) -> str | None:
-    for i, argument in enumerate(arguments):
-        if argument == flag and i + 1 < len(arguments):
-            return arguments[i + 1]
-        if argument.startswith(f"{flag}="):
-            return argument.partition("=")[2]
-    return None
+    """The last one counts, as everywhere on the command line."""
+    found = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == flag:
+            found = following
+        elif argument.startswith(f"{flag}="):
+            found = argument.partition("=")[2]
+    return found
 
 
 @singledispatch
@@ -247,7 +253,7 @@ def _(command: Export) -> None:
     from overtone.export import export
 
     step, metrics = export(command.run, command.folder)
-    out.print(f"{command.folder}: the model of {command.run} at step {step}; {metrics_line(metrics)}")
+    out.print(f"{command.folder}: the model of {command.run} at step {step}; {metrics_line(metrics)}", markup=False)
 
 
 def write_json(path: Path, value: Any) -> None:

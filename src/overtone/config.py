@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from overtone.errors import OvertoneError
 from overtone.methods import Method, method_named
@@ -75,7 +73,7 @@ class Training:
     inner_lr: float = 2e-3
     """Peak learning rate of the inner optimiser."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up. cosine: down to a tenth; wsd: stable, then straight down to 0 over the last fifth."""
+    """After the warm-up. cosine: down to a tenth; wsd: stable, then straight down to 0 over the last fifth of it."""
     warmup: int | None = None
     """Steps of linear warm-up; a fifth of all steps by default, for the outer momentum's sake."""
     clip: float = 1.0
@@ -171,7 +169,7 @@ class Run:
     """Replicas to start here; under torchrun its world counts."""
     seed: int = 0
     """Seed of initial weights and data order."""
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["--run"])] = None
+    out: Path | None = None
     """The run's directory; by default a new one below runs/."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU for each replica if there are enough."""

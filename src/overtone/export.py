@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from overtone import checkpoint, optimisers, rundir, settings
-from overtone.checkpoint import CheckpointError
+from overtone import checkpoint, optimisers, rundir, runlog, settings
 from overtone.config import Run
+from overtone.marks import CheckpointError, Mark, complete, file_of, present
 from overtone.replica import Replica
 from overtone.rundir import RunError
 from overtone.tasks import load_task
@@ -17,14 +17,12 @@ from overtone.transport import Solo
 
 def export(run: Path, folder: Path) -> tuple[int, dict[str, float]]:
     """The newest complete checkpoint's shared model into ``folder``; its step, and its validation metrics."""
-    rundir.check(run, resume=True)
+    rundir.refuse_unused(run, "export")
     if folder.exists():
         raise RunError(f"export {folder}: exists already; give a new folder")
     config = settings.load(run / rundir.CONFIG, Run())
-    marks = checkpoint.complete(run / "checkpoints")
-    if not marks:
-        raise CheckpointError(f"{run}: no complete checkpoint to export; train on with --resume {run}")
-    tree = checkpoint.read(checkpoint.file_of(run / "checkpoints", marks[-1], 0))
+    mark = _newest(run)
+    tree = checkpoint.read(file_of(run / rundir.CHECKPOINTS, mark, 0))
     task = load_task(config.task)
     model = task.model()
     replica = Replica(model, optimisers.build(model, config.training), config.choice.build(), Solo())
@@ -42,4 +40,15 @@ def export(run: Path, folder: Path) -> tuple[int, dict[str, float]]:
         raise RunError(f"export {folder}: {error.strerror or error}; nothing was written") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return marks[-1].step, metrics
+    return mark.step, metrics
+
+
+def _newest(run: Path) -> Mark:
+    """The newest complete checkpoint. Where the replicas have disks of their own, their files are not all here; what
+    the log says was saved is complete then, and replica 0's file has all that they share."""
+    folder = run / rundir.CHECKPOINTS
+    saved = runlog.last(run, "saved") or {"step": -1}
+    marks = [*complete(folder), *(m for m, rank, _ in present(folder) if rank == 0 and m.step <= saved["step"])]
+    if not marks:
+        raise CheckpointError(f"{run}: no complete checkpoint to export; train on with --resume {run}")
+    return max(marks)

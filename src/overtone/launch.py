@@ -9,10 +9,12 @@ import ctypes
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,12 +62,16 @@ def all_replicas(config: Run, *, resume: bool) -> None:
     """Start them, each with the same configuration; refuse early what can be seen to fail."""
     config.choice.build()
     folder = config.out or rundir.fresh(config.choice.method)
-    rundir.check(folder, resume=resume)
-    rundir.free(folder)
+    if not resume:
+        rundir.refuse_used(folder)
+    rundir.refuse_busy(folder)
     os.environ[settings.TOLD] = settings.toml(replace(config, out=folder))
     arguments = ["train", "--resume", str(folder)] if resume else ["train"]
     threads = threads_of(config, config.replicas)
-    spawn(arguments, replicas=config.replicas, threads=threads, port=config.port)
+    try:
+        spawn(arguments, replicas=config.replicas, threads=threads, port=config.port)
+    finally:
+        del os.environ[settings.TOLD]
 
 
 def threads_of(config: Run, replicas: int) -> int:
@@ -74,16 +80,12 @@ def threads_of(config: Run, replicas: int) -> int:
 
 def one_replica(config: Run, *, resume: bool) -> None:
     """Be one of them."""
-    from overtone.session import Session, Stopped  # the launcher itself has no need of it
+    from overtone.session import Session  # the launcher itself has no need of it
 
-    _die_with_parent()
     if config.threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_of(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    try:
-        with listening() as asked:
-            in_world(lambda: Session(config, resume=resume, asked=asked).run())
-    except Stopped as stop:
-        sys.exit(128 + stop.signal)
+    with listening() as asked:
+        in_world(lambda: Session(config, resume=resume, asked=asked).run())
 
 
 def in_world(work: Callable[[], T]) -> T:
@@ -91,17 +93,26 @@ def in_world(work: Callable[[], T]) -> T:
     _die_with_parent()
     try:
         result = work()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return result
-    except OvertoneError as error:
-        _confess(error)
+    except Exception as error:
         if not is_replica():
             raise
-        sys.exit(1 if is_ours() else f"overtone: rank {os.environ['RANK']}: {error}")
-    except Exception as error:
-        _confess(error)
+        confess(error)
+        if not isinstance(error, OvertoneError):
+            traceback.print_exc()
+        elif not is_ours():
+            print(f"overtone: rank {os.environ['RANK']}: {error}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # an ordinary exit may be aborted by the threads of a process group that has lost its peers
+    except SystemExit:
+        _leave()
         raise
+    _leave()
+    return result
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -> None:
@@ -115,6 +126,7 @@ def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no need to find out the host's own name
+    heeded = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -126,14 +138,19 @@ def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -
         monitor_interval=0.1,
         local_addr="localhost",
         shutdown_timeout=PATIENCE,
-        signals_to_handle=",".join(signal.Signals(number).name for number in STOPPING),
+        signals_to_handle=",".join(signal.Signals(number).name for number in heeded),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "overtone", *arguments)
     except ChildFailedError as error:
+        stops = {failure.exitcode for failure in error.failures.values()} & {128 + number for number in STOPPING}
+        if stops:  # a replica was asked to stop, and all did
+            sys.exit(min(stops))
         raise ReplicaError(_in_words(error.failures)) from None
     except SignalException as stop:
         sys.exit(128 + stop.sigval)
+    finally:
+        del os.environ[SPAWNED]
 
 
 def _refuse_taken(port: int) -> None:
@@ -161,7 +178,11 @@ def _message(failure: ProcessFailure) -> str:
 
 
 def _is_consequence(failure: ProcessFailure) -> bool:
-    return failure.exitcode == -signal.SIGTERM or "the exchange broke off" in _message(failure)
+    """Ended by the launcher, cut off, or told by another rank."""
+    said = _message(failure)
+    return (
+        failure.exitcode == -signal.SIGTERM or "the exchange broke off" in said or bool(re.match(r"rank \d+: ", said))
+    )
 
 
 # -- in a replica ----------------------------------------------------------------------------------------------------
@@ -176,7 +197,7 @@ def _die_with_parent() -> None:
             sys.exit(1)
 
 
-def _confess(error: BaseException) -> None:
+def confess(error: BaseException) -> None:
     """Leave the reason where the launcher looks for it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         words = str(error) if isinstance(error, OvertoneError) else f"{type(error).__name__}: {error}"

@@ -32,8 +32,8 @@ def _sgd(model: nn.Module, training: Training) -> torch.optim.Optimizer:
 
 
 def _muon(model: nn.Module, training: Training) -> torch.optim.Optimizer:
-    """Muon for the matrices between embedding and output, AdamW for all else, as its authors advise. The step is scaled
-    to AdamW's usual size, so that one learning rate serves both."""
+    """Muon for the matrices, AdamW for all else, among it embeddings and a language model's output, as its authors
+    advise. The step is scaled to AdamW's usual size, so that one learning rate serves both."""
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"inner=muon: torch {torch.__version__} has none; 2.9 and later do")
     ends = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -44,7 +44,7 @@ def states() -> dict[str, Any]:
     """The global random states of this process, to go on from."""
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],  # of the current device
         "python": random.getstate(),
         "numpy": _numpy_state(),
     }
@@ -57,7 +57,7 @@ def set_states(saved: Mapping[str, Any]) -> None:
         name, key, *rest = saved["numpy"]
         numpy.random.set_state((name, key.numpy().astype("uint32"), *rest))
     if saved["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(saved["cuda"])
+        torch.cuda.set_rng_state(saved["cuda"][0])
 
 
 def _numpy_state() -> list[Any]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from overtone import runlog
 from overtone.errors import OvertoneError
+from overtone.marks import present
 
 CONFIG = "config.toml"
+CHECKPOINTS = "checkpoints"
 
 
 class RunError(OvertoneError, RuntimeError):
@@ -29,36 +30,27 @@ def fresh(method: str) -> Path:
     return path
 
 
-def claim(folder: Path, *, first: bool, resume: bool, tell: Callable[[Any], Sequence[Any]]) -> IO[str] | None:
-    """Make the directory this run's own until the process ends; replica 0 does it for all, and all hear how it went."""
-    lock, trouble = None, ""
-    if first:
-        try:
-            check(folder, resume=resume)
-            lock = _lock(folder)
-        except RunError as error:
-            trouble = str(error)
-    if trouble := tell(trouble)[0]:
-        raise RunError(trouble)
-    return lock
-
-
-def check(folder: Path, *, resume: bool) -> None:
-    """Refuse a directory that holds a run already, or to resume none."""
-    there = (folder / runlog.NAME).exists()
-    if there and not resume:
+def refuse_used(folder: Path) -> None:
+    """A new run needs a directory that holds none; on each host, where the replicas have disks of their own."""
+    if (folder / runlog.NAME).exists():
         raise RunError(f"run {folder}: holds a run already; --resume {folder} goes on with it, or choose another --out")
-    if resume and not there:
-        raise RunError(f"resume {folder}: no run there (it has no {runlog.NAME}); give the directory of a run")
+    if any(True for _ in present(folder / CHECKPOINTS)):
+        raise RunError(f"run {folder}: holds checkpoints of another run; delete them, or choose another --out")
 
 
-def _lock(folder: Path) -> IO[str]:
-    """The kernel gives a lock back when its holder dies, however it dies."""
+def refuse_unused(folder: Path, why: str) -> None:
+    if not (folder / CONFIG).exists():
+        raise RunError(f"{why} {folder}: no run there (it has no {CONFIG}); give the directory of a run")
+
+
+def claim(folder: Path) -> IO[str]:
+    """Make the directory this run's own until the process ends: the kernel gives a lock back when its holder dies,
+    however it dies."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("a+")
     except OSError as error:
-        raise RunError(f"run {folder}: {error.strerror}; choose a --out that can be written") from error
+        raise RunError(f"run {folder}: {error.strerror}; choose an --out that can be written") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -73,17 +65,18 @@ def _lock(folder: Path) -> IO[str]:
     return file
 
 
+def refuse_busy(folder: Path) -> None:
+    """Early, before any replica is started."""
+    if folder.exists():
+        claim(folder).close()
+
+
 def write_config(folder: Path, text: str) -> None:
     """What the run was started with, for `--resume` and `export`; whole or not at all."""
-    beside = folder / ".config.toml.tmp"
+    beside = folder / f".{CONFIG}.{os.getpid()}.tmp"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         beside.write_text(text)
         beside.replace(folder / CONFIG)
     except OSError as error:
         raise RunError(f"run {folder}: {error.strerror}; free some space or choose another --out") from error
-
-
-def free(folder: Path) -> None:
-    """Refuse early, before any replica is started, a directory that a live run holds."""
-    if folder.exists():
-        _lock(folder).close()

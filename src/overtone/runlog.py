@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,16 +58,16 @@ class RunLog:
             self._file.flush()
         except OSError as error:
             raise RunLogError(f"{self.path}: {error.strerror}; free some space and go on with --resume") from error
-        self.show(record)
-
-    def show(self, record: Mapping[str, Any]) -> None:
         for sink in self.sinks:
-            sink.write(record)
+            try:
+                sink.write(record)
+            except OSError as error:
+                raise RunLogError(f"{type(sink).__name__} of {self.path.parent}: {error}") from error
 
     def close(self) -> None:
-        self._file.close()
-        for sink in self.sinks:
-            sink.close()
+        for close in (self._file.close, *(sink.close for sink in self.sinks)):
+            with suppress(OSError):  # what could not be written was told when it was written
+                close()
 
 
 def read(path: Path) -> list[Record]:
@@ -92,12 +93,9 @@ def read(path: Path) -> list[Record]:
     return records
 
 
-def steps_of(path: Path, event: str) -> set[int]:
-    return {record["step"] for record in read(path) if record["event"] == event}
-
-
-def last(path: Path, event: str) -> Record | None:
-    found = [record for record in read(path) if record["event"] == event]
+def last(folder: Path, event: str) -> Record | None:
+    """The last record of this kind, if the run has a log and its log has one."""
+    found = [r for r in read(folder) if r["event"] == event] if (folder / NAME).exists() else []
     return found[-1] if found else None
 
 

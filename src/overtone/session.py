@@ -8,31 +8,34 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from overtone import checkpoint, optimisers, randomness, rundir, runlog, settings, track
 from overtone.accounts import Accounts
-from overtone.config import Run
+from overtone.config import ConfigError, Run
 from overtone.errors import MismatchError
+from overtone.marks import CheckpointError, Mark, file_of, newest_common
 from overtone.replica import Replica
+from overtone.saver import Saver
 from overtone.tasks import Feed, Task, load_task
 from overtone.train import Own, Step, local_steps, measure, prepare
 from overtone.transport import connect
 from overtone.upkeep import Asked, Pulse, Upkeep
 from overtone.view import View
 
-PRIVATE = ("out", "device", "threads", "port", "data", "tokenizer", "replicas")  # may differ from host to host
+# What may differ from host to host, or is compared by other means: the model by the greeting, the data by fingerprint.
+PRIVATE = ("out", "device", "threads", "port", "replicas", "task", "model", "data", "tokenizer")
 
 
-class Stopped(Exception):  # noqa: N818 (nothing went wrong)
+class Stopped(SystemExit):
     """A signal asked the run to stop, and everything was saved."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.signal = signal.Signals[name]
+        super().__init__(128 + signal.Signals[name])
 
 
 class Session:
@@ -43,44 +46,57 @@ class Session:
         self.asked = asked or Asked()
         self.config = config = config.resolved()
         self.method = config.choice.build()
-        self.task: Task = load_task(config.task)
-        self.transport = connect()
+        self.transport = connect()  # first of all, so that what one replica cannot do is told to the others
         self.rank, self.size = self.transport.rank, self.transport.size
-        self.device = device_for(config.device, self.rank)
-        self.feed: Feed = self.task.feed(
-            self.rank, self.size, batch=config.training.batch, seed=config.seed, skew=config.task.skew
-        )
         self.upkeep = Upkeep(self.transport)
+        self.task, self.feed = self.upkeep.all_or_none(self._load)
         self.data = self.task.about()
         # What a resumed run must have in common with itself, besides model and method, which the replica compares.
-        self.fixed = {"inner": config.training.inner, **{f"data: {key}": value for key, value in self.data.items()}}
+        self.fixed = {
+            "inner": config.training.inner,
+            "data": self.data.get("fingerprint", self.data.get("name")),
+            "training samples": len(self.task.train),
+        }
         self._agree()
-        self.folder = Path(self.upkeep.tell(str(config.out or rundir.fresh(self.method.name)))[0])
-        self.lock = rundir.claim(self.folder, first=self.rank == 0, resume=resume, tell=self.upkeep.tell)
-        randomness.seed_all(randomness.seed_of(config.seed, self.rank))
-        model = prepare(self.task.model(), config.training, self.device)
-        inner = optimisers.build(model, config.training)
+        elected = self.upkeep.tell(str(rundir.fresh(self.method.name)))[0]
+        self.folder = config.out or Path(elected)
+        self.lock = self.upkeep.all_or_none(lambda: self._claim(resume))
+        model, inner = self.upkeep.all_or_none(self._build)
         self.replica = Replica(model, inner, self.method, self.transport)
-        self.saver = checkpoint.Saver(
-            self.folder / "checkpoints",
+        self.saver = Saver(
+            self.folder / rundir.CHECKPOINTS,
             self.rank,
             self.size,
             keep=config.saving.keep_checkpoints,
             tell=self.upkeep.tell,
+            told=lambda mark: self._write("saved", step=mark.step),
         )
         training = config.training
         self.accounts = Accounts(training.batch * training.accumulate * self.task.units() * self.size)
         self.finished: dict[str, int] | None = None  # how many rounds it took, once it is
-        if self.rank == 0 and not resume:
-            self._write_config()
-        self.log = self._open_log()
-        if resume:
-            self._go_on()
-        else:
-            self._say_start("start")
+        self.log: runlog.RunLog | None = None
+        self.mark = self._go_on() if resume else None
+        if not self._is_done:
+            self._begin(resume)
         self.seconds_starting = time.perf_counter() - begun
 
     # -- meeting ---------------------------------------------------------------------------------------------------
+
+    def _load(self) -> tuple[Task, Feed]:
+        task, training = load_task(self.config.task), self.config.training
+        skew = self.config.task.skew
+        return task, task.feed(self.rank, self.size, batch=training.batch, seed=self.config.seed, skew=skew)
+
+    def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        device = device_for(self.config.device, self.rank)
+        randomness.seed_all(randomness.seed_of(self.config.seed, self.rank))
+        model = prepare(self.task.model(), self.config.training, device)
+        return model, optimisers.build(model, self.config.training)
+
+    def _claim(self, resume: bool) -> IO[str] | None:
+        if not resume:
+            rundir.refuse_used(self.folder)
+        return rundir.claim(self.folder) if self.rank == 0 else None
 
     def _agree(self) -> None:
         """What the replicas' own greeting does not cover, such as the batch, must be equal everywhere too. So must the
@@ -93,21 +109,34 @@ class Session:
                     f"rank {rank}; start every rank with the same configuration and the same data"
                 )
 
-    def _open_log(self) -> runlog.RunLog | None:
-        if self.rank:
-            return None
-        view = View(Console(stderr=True))
-        return runlog.RunLog(self.folder, [*track.sinks(self.folder, self.config.saving.track), view])
+    def _begin(self, resume: bool) -> None:
+        """Everything fits: from here on the run's directory is written to."""
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # on each host: it may have a disk of its own
+            rundir.write_config(self.folder, settings.toml(settings.absolute(replace(self.config, replicas=self.size))))
+        folded = self.mark is not None and self.mark.replicas != self.size
+        if folded:  # dice of another rank would fall alike on two of them
+            randomness.seed_all(randomness.seed_of(self.config.seed + self.replica.steps, self.rank))
+        self.finished = None  # if it was, there is more to do now
+        self._open_log()
+        if resume:
+            self.saver.forget_after(self.mark)
+            before = self.mark.replicas if self.mark is not None else self.size
+            self._say_start("resume", from_replicas=before, folded=folded)
+        else:
+            self._say_start("start")
 
-    def _write_config(self) -> None:
-        rundir.write_config(self.folder, settings.toml(replace(self.config, out=None, replicas=self.size)))
+    def _open_log(self) -> None:
+        if self.rank == 0:
+            self.view = View(Console(stderr=True))
+            sinks = track.sinks(self.folder, self.config.saving.track, self.replica.steps)
+            self.log = runlog.RunLog(self.folder, [*sinks, self.view])
 
-    def _write(self, event: str, **values: Any) -> None:
+    def _write(self, event: str, *, step: int | None = None, **values: Any) -> None:
         if self.log is not None:
-            self.log.write(event, self.replica.steps, **values)
+            self.log.write(event, self.replica.steps if step is None else step, **values)
 
     def _say_start(self, event: str, **values: Any) -> None:
-        hosts = self.upkeep.tell(runlog.this_host(self.device))
+        hosts = self.upkeep.tell(runlog.this_host(self.replica.device))
         training = self.config.training
         self._write(
             event,
@@ -125,33 +154,13 @@ class Session:
             **values,
         )
 
-    def _go_on(self) -> None:
-        folder = self.saver.folder
-        begun = len(runlog.steps_of(self.folder, "checkpoint")) if self.rank == 0 else 0  # the log is replica 0's
-        begun = self.upkeep.tell(begun)[0]
-        mark = checkpoint.newest_common(folder, self.rank, self.size, begun=begun, tell=self.upkeep.tell)
-        if mark is None:  # cut off before the first checkpoint: the beginning is where to go on from
-            self.saver.forget_after(0)
-            self._say_start("resume", from_replicas=self.size, folded=False)
-            return
-        folded = mark.replicas != self.size
-        if folded:
-            files = [checkpoint.file_of(folder, mark, rank) for rank in range(mark.replicas)]
-            tree = checkpoint.blend(
-                [checkpoint.read(file) for file in files], consensus=self.method.consensus, rank=self.rank
-            )
-        else:
-            tree = checkpoint.read(checkpoint.file_of(folder, mark, self.rank))
-        self._restore(tree)
-        if self._is_done:
-            return
-        self.finished = None  # there is more to do
-        if folded:  # dice of another rank would fall alike on two of them
-            randomness.seed_all(randomness.seed_of(self.config.seed + self.replica.steps, self.rank))
-        self.saver.forget_after(mark.step)
-        if self.rank == 0:
-            self._write_config()
-        self._say_start("resume", from_replicas=mark.replicas, folded=folded)
+    def _go_on(self) -> Mark | None:
+        """Everything from the newest checkpoint that all can go on from, or nothing at all; which one that was."""
+        ever = self.upkeep.tell(self.rank == 0 and runlog.last(self.folder, "saved") is not None)[0]  # it has the log
+        mark = newest_common(self.saver.folder, self.rank, self.size, ever=ever, tell=self.upkeep.tell)
+        if mark is not None:
+            self.upkeep.all_or_none(lambda: self._restore(mark))
+        return mark
 
     @property
     def _is_done(self) -> bool:
@@ -162,6 +171,7 @@ class Session:
     def run(self) -> dict[str, Any]:
         """Train to the end; the record that closes the log."""
         self.accounts.begun = time.perf_counter()
+        self.asked.has_something_to_save = True
         try:
             if self._is_done:
                 return self._told_again()
@@ -170,6 +180,8 @@ class Session:
         finally:
             if self.log is not None:
                 self.log.close()
+            if self.lock is not None:
+                self.lock.close()
 
     def _train(self) -> None:
         pulse = Pulse(self.upkeep, self.replica.steps, self.asked)
@@ -206,7 +218,7 @@ class Session:
                 loss=float(step.losses[0]),
                 lr=optimisers.Schedule(training).rate(step.count - 1),
                 **self._so_far(),
-                **self.accounts.speed(training.steps - step.count),
+                **self.accounts.speed(training.steps - step.count),  # type: ignore[arg-type]
                 waiting_share=self.transport.ledger.waiting / self.accounts.passed,
             )
 
@@ -261,18 +273,21 @@ class Session:
     def _told_again(self) -> dict[str, Any]:
         """The run was over already: show how it ended. If it was cut off before it could say so, say so now."""
         closing = runlog.last(self.folder, "finish") if self.rank == 0 else None
-        if not self.upkeep.tell(closing is not None)[0]:
-            return self._close()
-        if self.log is not None and closing is not None:
-            self.log.show(closing)
-        return closing or {}
+        if self.upkeep.tell(closing is not None)[0]:
+            if closing is not None:
+                View(Console(stderr=True)).write(closing)
+            return closing or {}
+        self._open_log()
+        assert self.mark is not None
+        self.saver.prune(self.mark)
+        return self._close()
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         begin = time.perf_counter()
         with self.accounts.during("checkpoints"):
-            self.saver.save(self.replica.steps, self._tree())
+            self.saver.save(self.replica.steps, self._tree(), final=self.finished is not None)
         self._write("checkpoint", seconds=time.perf_counter() - begin)  # for which training stood still
 
     def _tree(self) -> dict[str, Any]:
@@ -285,9 +300,15 @@ class Session:
             "accounts": self.accounts.state_dict(),
         }
 
-    def _restore(self, tree: dict[str, Any]) -> None:
+    def _restore(self, mark: Mark) -> None:
+        folder = self.saver.folder
+        if mark.replicas == self.size:
+            tree = checkpoint.read(file_of(folder, mark, self.rank))
+        else:
+            files = [file_of(folder, mark, rank) for rank in range(mark.replicas)]
+            tree = checkpoint.blend(files, consensus=self.method.consensus, rank=self.rank)
         if key := _difference(tree["fixed"], self.fixed):
-            raise checkpoint.CheckpointError(
+            raise CheckpointError(
                 f"resume {self.folder}: {key} was {tree['fixed'].get(key)} and is {self.fixed.get(key)} now; what was "
                 "saved would mean nothing. Leave it as it was, or start a new run"
             )
@@ -305,7 +326,11 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 def device_for(choice: str, rank: int) -> torch.device:
     """A GPU of its own for each replica of this host, if there is one and it is wanted."""
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    if choice == "cpu" or not torch.cuda.is_available() or (choice == "auto" and local >= torch.cuda.device_count()):
+    local, there = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
+    if choice == "cuda" and local >= there:
+        raise ConfigError(f"device=cuda: replica {local} of this host needs a GPU of its own, and there are {there}")
+    if choice == "cpu" or local >= there:
         return torch.device("cpu")
-    return torch.device("cuda", local % torch.cuda.device_count())
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device

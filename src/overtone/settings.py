@@ -8,15 +8,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import tomllib
 import types
 import typing
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from overtone.config import ConfigError
+from overtone.config import ConfigError, Run
 
 T = TypeVar("T")
 
@@ -34,10 +36,10 @@ def load(path: Path, base: T) -> T:
     return updated(base, found, str(path))
 
 
-def told(base: T) -> T:
+def told(base: T) -> T | None:
     """``base`` with what the launcher said, if there is one."""
     text = os.environ.get(TOLD)
-    return base if text is None else updated(base, tomllib.loads(text), TOLD)
+    return None if text is None else updated(base, tomllib.loads(text), TOLD)
 
 
 def updated(base: T, values: Mapping[str, Any], where: str) -> T:
@@ -62,10 +64,20 @@ def toml(config: object) -> str:
     for key, (table, path, _) in _places(config):
         value = _plain(_value(config, path))
         if value is not None:
-            line = f"{key} = {json.dumps(value, ensure_ascii=False)}"
+            line = f"{key} = {'inf' if value == math.inf else json.dumps(value, ensure_ascii=False)}"
             (tables.setdefault(table, []) if table else top).append(line)
     parts = ["\n".join(top), *(f"[{table}]\n" + "\n".join(lines) for table, lines in tables.items())]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def absolute(config: Run) -> Run:
+    """With every path that exists as seen from anywhere, for a file that outlives the current directory."""
+    found = {
+        key: str(Path(value).resolve())
+        for key, value in flat(config).items()
+        if key in ("task", "model", "data", "tokenizer") and value is not None and Path(value).exists()
+    }
+    return replace(updated(config, found, "config"), out=None)
 
 
 def flat(config: object, *, leave_out: Container[str] = ()) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from overtone import fingerprint
 from overtone.config import ConfigError
 from overtone.runlog import Sink
 
@@ -26,12 +27,13 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError("train: needs tensorboard; pip install 'overtone[train]'") from error
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        # After a resume, what the lost steps had written is not shown.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in numbers(record).items():
@@ -46,7 +48,8 @@ class TensorBoard:
 class Wandb:
     def __init__(self, folder: Path) -> None:
         wandb = _library("wandb")
-        self.run = wandb.init(project="overtone", name=folder.name, dir=str(folder), resume="allow", id=folder.name,
+        identity = fingerprint.of_text(str(folder.resolve())).hex()  # a resumed run goes on in the same curves
+        self.run = wandb.init(project="overtone", name=folder.name, dir=str(folder), resume="allow", id=identity,
                               settings=wandb.Settings(silent=True))  # fmt: skip
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -83,5 +86,15 @@ def _library(name: str) -> Any:
 TRACKERS: dict[str, Callable[[Path], Sink]] = {"wandb": Wandb, "trackio": Trackio}
 
 
-def sinks(folder: Path, track: str) -> list[Sink]:
-    return [TensorBoard(folder), *([TRACKERS[track](folder)] if track in TRACKERS else [])]
+def sinks(folder: Path, track: str, step: int) -> list[Sink]:
+    """For a run that begins, or goes on, after ``step`` steps."""
+    found: list[Sink] = [TensorBoard(folder, step)]
+    if track in TRACKERS:
+        try:
+            found.append(TRACKERS[track](folder))
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a service says: no login, no network
+            told = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"track={track}: {told}") from error
+    return found

@@ -1,7 +1,7 @@
 """The one training loop, whatever carries the messages: a crew of replicas, their feeds, and nothing else.
 
 A crew is a `Cluster` of virtual replicas or this process's own replica in a world of real ones. Who runs the loop
-decides what happens between two steps: `simulation.py` shows a bar, `run.py` evaluates, saves and logs.
+decides what happens between two steps: `simulation.py` shows a bar, `session.py` evaluates, saves and logs.
 """
 
 from __future__ import annotations

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+from overtone.errors import OvertoneError, PeerError
 from overtone.transport import Transport
+
+T = TypeVar("T")
 
 MOST = 1 << 20  # bytes of one such message
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -28,25 +32,43 @@ class Upkeep:
             heard = self.transport.gather(json.dumps(value).encode(), most=MOST)
         return [json.loads(message.rstrip(b"\0")) for message in heard]
 
+    def all_or_none(self, work: Callable[[], T]) -> T:
+        """Everybody's work, or nobody's: what one rank cannot do is told to all, and all give up alike."""
+        error = None
+        try:
+            result = work()
+        except OvertoneError as trouble:
+            error = trouble
+        heard = self.tell("" if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, words in enumerate(heard):
+            if words:
+                raise PeerError(f"rank {rank}: {words}")
+        return result
+
 
 @dataclass
 class Asked:
     """Whether this process was asked to stop, and by which signal."""
 
     name: str = ""
+    has_something_to_save: bool = False
 
 
 @contextmanager
 def listening() -> Iterator[Asked]:
-    """A signal asks for a stop after everything was saved; a second one does not wait."""
+    """A signal asks for a stop after everything was saved; a second one does not wait, nor does one before there is
+    anything to save. A signal that is ignored, as under nohup, stays ignored."""
     asked = Asked()
 
     def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        if asked.name:
-            raise KeyboardInterrupt
+        if asked.name or not asked.has_something_to_save:
+            sys.exit(128 + number)
         asked.name = signal.Signals(number).name
 
-    before = {number: signal.signal(number, ask) for number in STOPPING}
+    heeded = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in heeded}
     try:
         yield asked
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
@@ -46,11 +47,12 @@ class View:
 
     def _start(self, record: Mapping[str, Any]) -> None:
         self.steps, self.unit = record["steps"], record["unit"]
+        data, world = escape(record["data"]["name"]), record["environment"]["world"]
         self._say(
-            f"[bold]{record['method']}[/bold] on {record['data']['name']}: {record['parameters']:,} parameters, "
-            f"{record['environment']['world']} replicas, {self.steps} steps of {record['units_per_step']:,} {self.unit}"
+            f"[bold]{record['method']}[/bold] on {data}: {record['parameters']:,} parameters, {world} "
+            f"replica{'s' if world > 1 else ''}, {self.steps} steps of {record['units_per_step']:,} {self.unit} each"
         )
-        self._say(f"run directory: {record['folder']}")
+        self._say(f"run directory: {escape(record['folder'])}")
         self._show(record["step"])
 
     def _resume(self, record: Mapping[str, Any]) -> None:
@@ -88,7 +90,9 @@ class View:
         self._say(f"step {record['step']}: {metrics_line(record['metrics'])}, {human_bytes(record['bytes_sent'])} sent")
 
     def _stop(self, record: Mapping[str, Any]) -> None:
-        self._say(f"{record['why']}: saved step {record['step']}; overtone train --resume {record['folder']} goes on")
+        self._say(
+            f"{record['why']}: saved step {record['step']}; overtone train --resume {escape(record['folder'])} goes on"
+        )
 
     def _finish(self, record: Mapping[str, Any]) -> None:
         self.bar.update(self.task, completed=record["step"])

@@ -67,13 +67,15 @@ class Deck:
         self.name = name
 
     def shards(self, rows: Tensor, replicas: int) -> list[Tensor]:
-        """Every row to exactly one replica; shares differ by at most one sample of each kind."""
+        """Every row to exactly one replica; nobody has two more than another."""
         mixed = rows[torch.randperm(len(rows), generator=dice_for(self.seed, "deal"))]
         by_key = round(self.skew * len(rows))
         skewed = mixed[:by_key]
         skewed = skewed[torch.sort(self.keys[skewed], stable=True).indices]
-        cuts = [len(skewed) * r // replicas for r in range(replicas + 1)]
-        return [torch.cat([skewed[cuts[r] : cuts[r + 1]], mixed[by_key:][r::replicas]]) for r in range(replicas)]
+        of_key, in_all = _evenly(by_key, replicas), _evenly(len(rows), replicas)
+        rest = [whole - part for whole, part in zip(in_all, of_key, strict=True)]
+        pairs = zip(skewed.split(of_key), mixed[by_key:].split(rest), strict=True)
+        return [torch.cat(pair) for pair in pairs]
 
     def order(self, position: Position, rank: int, replicas: int) -> tuple[Tensor, int]:
         """A replica's samples of this epoch in the order they are taken, and how many each replica has at least."""
@@ -86,6 +88,10 @@ class Deck:
 
     def _shuffled(self, shard: Tensor, epoch: int, rank: int) -> Tensor:
         return shard[torch.randperm(len(shard), generator=dice_for(self.seed, "order", epoch, rank, len(shard)))]
+
+
+def _evenly(count: int, parts: int) -> list[int]:
+    return [count // parts + (part < count % parts) for part in range(parts)]
 
 
 class Dealt:

@@ -56,6 +56,7 @@ class Stream:
             "train_tokens": None,
             "valid_tokens": self._valid.tokens.numel(),
             "bytes_per_token": self.bytes_per_token,
+            "fingerprint": fingerprint.of_tensors([self._valid.tokens]).hex(),  # of what can be known beforehand
         }
 
     def _open(self) -> tuple[Any, Any | None]:
