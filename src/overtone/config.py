@@ -232,7 +232,7 @@ class TrainBench:
     """Samples per replica and step."""
     steps: int = 10
     """Steps of a segment."""
-    segments: int = 9
+    segments: int = 15
     """Segments of each contestant."""
     replicas: int = 2
     """Processes that exchange; 1 leaves that comparison out."""

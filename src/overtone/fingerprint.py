@@ -7,6 +7,7 @@ threads. It guards against accidents (a drifted weight, a lost update, blocks th
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
@@ -21,6 +22,7 @@ _ROW = 0x5851F42D4C957F2D
 _MIX = 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
 _GROUP_BYTES = 1 << 22
+_rooms = threading.local()
 
 
 @lru_cache(maxsize=16)
@@ -67,12 +69,23 @@ def _row_hashes(raws: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
         rest = [raws[0][whole:]] if raws[0].numel() > whole else []
         hashes = loops.row_hashes(raws[0][:whole].view(torch.int64).view(-1, _LANES), _weights(device))
         return torch.cat([hashes, _row_hashes(rest, [1])]) if rest else hashes
-    rows = torch.zeros(sum(counts), _ROW_BYTES, dtype=torch.uint8, device=device).view(-1)
+    rows = _room(sum(counts) * _ROW_BYTES, device)
     first = 0
     for raw, count in zip(raws, counts, strict=True):
-        rows[first : first + raw.numel()] = raw
+        end = first + raw.numel()
+        rows[first:end] = raw
         first += count * _ROW_BYTES
+        rows[end:first] = 0
     return loops.row_hashes(rows.view(torch.int64).view(-1, _LANES), _weights(device))
+
+
+def _room(size: int, device: torch.device) -> Tensor:
+    """A thread's own scratch area, used again: fresh memory would take longer than the hashing."""
+    kept: dict[str, Tensor] = _rooms.__dict__
+    where = str(device)
+    if where not in kept or kept[where].numel() < size:
+        kept[where] = torch.empty(size, dtype=torch.uint8, device=device)
+    return kept[where][:size]
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -271,6 +271,7 @@ class Summed:
     """
 
     setting: Setting
+    room: dict[str, Tensor] = field(default_factory=dict)  # the vector of the round before: fresh memory is slow
 
     def converse(self, say: Say, expected: Expected, peers: Sequence[int]) -> Talk[Heard]:
         seal = self.setting.seal
@@ -284,14 +285,21 @@ class Summed:
             yield from settle(read, say.header, expected, self.setting)
             return HeardSum(headers, self.setting)
         votes = _votes(verdict(read, say.header, self.setting)).to(self.setting.device)
-        total = yield Sum(torch.cat([*self._numbers(say), votes]))
+        total = yield Sum(self._vector([*self._numbers(say), votes]))
         if read.refused or not _unanimous(total[-len(votes) :], len(peers)):
             yield from dispute(read, say.header, expected, self.setting)
         if any(header.kind is Kind.FAILURE for header in headers):
             return (yield from self._reasons(say, expected, peers, headers))
         # Divided by a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
-        mean = total[: -len(votes)] / torch.tensor(float(len(headers)), device=total.device)
+        mean = total[: -len(votes)].div_(torch.tensor(float(len(headers)), device=total.device))
         return HeardSum(headers, self.setting, mean)
+
+    def _vector(self, parts: list[Tensor]) -> Tensor:
+        """All parts end to end, where those of the last round were."""
+        size = sum(part.numel() for part in parts)
+        if "vector" not in self.room or self.room["vector"].numel() != size:
+            self.room["vector"] = torch.empty(size, device=self.setting.device)
+        return torch.cat(parts, out=self.room["vector"])
 
     def _numbers(self, say: Say) -> list[Tensor]:
         device = self.setting.device
