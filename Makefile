@@ -17,8 +17,9 @@ check: $(READY)  ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## time of a round's codec work, against the published path and one memory copy
+bench: $(READY)  ## speed of the codec and of the loop, against the published path, memory and torch's own
 	$(BIN)/overtone bench codec
+	$(BIN)/overtone bench train
 
 science: $(READY)  ## the first science check; TEXT=file adds a text to the embedded default
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/first_check.py $(if $(TEXT),--text $(TEXT))

@@ -185,6 +185,31 @@ def test_bench_codec(tmp_path: Path) -> None:
     assert "Peak extra memory" in done.stdout
 
 
+def test_bench_train(tmp_path: Path) -> None:
+    """Two real processes; the figures are for benchmarks/results/train.md, where nobody disturbs."""
+    file = tmp_path / "train.json"
+    small = [
+        "--model",
+        "byte",
+        "--context",
+        "16",
+        "--batch",
+        "2",
+        "--steps",
+        "2",
+        "--segments",
+        "1",
+        "--json",
+        str(file),
+    ]
+    done = overtone_cli("bench", "train", *small)
+    assert done.returncode == 0, done.stderr
+    races = json.loads(file.read_text())["races"]
+    assert len(races) == 2
+    assert all(race["ratio"] > 0.05 for race in races.values())
+    assert "| ddp against torch's DistributedDataParallel |" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
