@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from overtone import rundir, settings
 from overtone.config import ConfigError, Run
 from overtone.errors import OvertoneError
-from overtone.upkeep import STOPPING, listening
+from overtone.upkeep import STOPPING, heeded, listening
 
 T = TypeVar("T")
 
@@ -126,7 +126,11 @@ def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no need to find out the host's own name
-    heeded = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    later = {  # than the oldest torch that this package takes
+        "shutdown_timeout": PATIENCE,
+        "signals_to_handle": ",".join(number.name for number in heeded()),
+    }
+    known = {field.name for field in fields(LaunchConfig)}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -137,8 +141,7 @@ def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -
         max_restarts=0,
         monitor_interval=0.1,
         local_addr="localhost",
-        shutdown_timeout=PATIENCE,
-        signals_to_handle=",".join(signal.Signals(number).name for number in heeded),
+        **{name: value for name, value in later.items() if name in known},  # type: ignore[arg-type]
     )
     try:
         elastic_launch(config, sys.executable)("-m", "overtone", *arguments)
@@ -173,7 +176,7 @@ def _in_words(failures: dict[int, ProcessFailure]) -> str:
 
 
 def _message(failure: ProcessFailure) -> str:
-    said: object = failure.message  # what `_confess` wrote, or torch's own words
+    said: object = failure.message  # what `confess` wrote, or torch's own words
     return str(said["message"]) if isinstance(said, dict) else str(said)
 
 

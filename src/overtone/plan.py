@@ -38,7 +38,7 @@ def describe(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: in
 def shapes_of(options: TaskOptions) -> dict[str, tuple[int, ...]]:
     """The exchanged tensors of a task's model, built on no device and without its data."""
     with torch.device("meta"):
-        model = load_task(replace(options, data="none")).model()
+        model = load_task(replace(options, data="none"), to_train=False).model()
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -111,13 +111,11 @@ class Session:
 
     def _begin(self, resume: bool) -> None:
         """Everything fits: from here on the run's directory is written to."""
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # on each host: it may have a disk of its own
-            rundir.write_config(self.folder, settings.toml(settings.absolute(replace(self.config, replicas=self.size))))
+        self.upkeep.all_or_none(self._open)
         folded = self.mark is not None and self.mark.replicas != self.size
         if folded:  # dice of another rank would fall alike on two of them
             randomness.seed_all(randomness.seed_of(self.config.seed + self.replica.steps, self.rank))
         self.finished = None  # if it was, there is more to do now
-        self._open_log()
         if resume:
             self.saver.forget_after(self.mark)
             before = self.mark.replicas if self.mark is not None else self.size
@@ -125,11 +123,13 @@ class Session:
         else:
             self._say_start("start")
 
-    def _open_log(self) -> None:
+    def _open(self) -> None:
+        """Configuration and log. The configuration first: a log without one could be neither resumed nor begun."""
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # on each host: it may have a disk of its own
+            rundir.write_config(self.folder, settings.toml(settings.absolute(replace(self.config, replicas=self.size))))
         if self.rank == 0:
-            self.view = View(Console(stderr=True))
             sinks = track.sinks(self.folder, self.config.saving.track, self.replica.steps)
-            self.log = runlog.RunLog(self.folder, [*sinks, self.view])
+            self.log = runlog.RunLog(self.folder, [*sinks, View(Console(stderr=True))])
 
     def _write(self, event: str, *, step: int | None = None, **values: Any) -> None:
         if self.log is not None:
@@ -156,11 +156,16 @@ class Session:
 
     def _go_on(self) -> Mark | None:
         """Everything from the newest checkpoint that all can go on from, or nothing at all; which one that was."""
-        ever = self.upkeep.tell(self.rank == 0 and runlog.last(self.folder, "saved") is not None)[0]  # it has the log
+        saved = self.upkeep.all_or_none(lambda: self._last("saved"))
+        ever = self.upkeep.tell(saved is not None)[0]
         mark = newest_common(self.saver.folder, self.rank, self.size, ever=ever, tell=self.upkeep.tell)
         if mark is not None:
             self.upkeep.all_or_none(lambda: self._restore(mark))
         return mark
+
+    def _last(self, event: str) -> dict[str, Any] | None:
+        """From the log, which is replica 0's."""
+        return runlog.last(self.folder, event) if self.rank == 0 else None
 
     @property
     def _is_done(self) -> bool:
@@ -195,10 +200,10 @@ class Session:
                 return
             if step.count % saving.eval_every == 0:
                 self._write("eval", **self._evaluated())
-            if step.count % saving.checkpoint_every == 0:
+            why = pulse.stop_after(step.count)
+            if why or step.count % saving.checkpoint_every == 0:
                 self._save()
-            if why := pulse.stop_after(step.count):
-                self._save()
+            if why:
                 self.saver.settle()
                 self._write("stop", why=why, folder=str(self.folder))
                 raise Stopped(why)
@@ -272,12 +277,12 @@ class Session:
 
     def _told_again(self) -> dict[str, Any]:
         """The run was over already: show how it ended. If it was cut off before it could say so, say so now."""
-        closing = runlog.last(self.folder, "finish") if self.rank == 0 else None
+        closing = self._last("finish")
         if self.upkeep.tell(closing is not None)[0]:
             if closing is not None:
                 View(Console(stderr=True)).write(closing)
             return closing or {}
-        self._open_log()
+        self.upkeep.all_or_none(self._open)
         assert self.mark is not None
         self.saver.prune(self.mark)
         return self._close()

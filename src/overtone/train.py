@@ -123,7 +123,7 @@ def measure(task: Task, model: nn.Module, samples: Samples, rows: Tensor, batch:
     model.eval()
     device = next(model.parameters()).device
     sums: dict[str, float] = {}
-    for part in rows.split(batch):
+    for part in rows.split(batch) if len(rows) else ():
         for name, mean in task.measure(model, to_device(samples.batch(part, None), device)).items():
             sums[name] = sums.get(name, 0.0) + mean * len(part)
     model.train(training)

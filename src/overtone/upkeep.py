@@ -56,6 +56,11 @@ class Asked:
     has_something_to_save: bool = False
 
 
+def heeded() -> list[signal.Signals]:
+    """The signals to stop by, without those that are ignored."""
+    return [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 @contextmanager
 def listening() -> Iterator[Asked]:
     """A signal asks for a stop after everything was saved; a second one does not wait, nor does one before there is
@@ -67,8 +72,7 @@ def listening() -> Iterator[Asked]:
             sys.exit(128 + number)
         asked.name = signal.Signals(number).name
 
-    heeded = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, ask) for number in heeded}
+    before = {number: signal.signal(number, ask) for number in heeded()}
     try:
         yield asked
     finally:

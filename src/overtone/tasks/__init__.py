@@ -18,14 +18,16 @@ __all__ = [
 BUILT_IN = {"language": "overtone.tasks.language", "image": "overtone.tasks.image"}
 
 
-def load_task(options: TaskOptions) -> Task:
-    """The task by name, or from a Python file that has a function ``task(options)``."""
+def load_task(options: TaskOptions, *, to_train: bool = True) -> Task:
+    """The task by name, or from a Python file that has a function ``task(options)``; to train it needs samples."""
     if options.task in BUILT_IN:
         found = needs(BUILT_IN[options.task], f"task {options.task}").task(options)
     else:
         found = _from_file(options)
     if not isinstance(found, Task):
         raise TaskError(f"task {options.task}: task(options) gave {type(found).__name__}; give an overtone.tasks.Task")
+    if to_train and not len(found.valid):
+        raise TaskError(f"data {options.data}: no validation samples; give some, there is no measuring without")
     return found
 
 
