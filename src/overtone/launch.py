@@ -146,9 +146,9 @@ def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -
     try:
         elastic_launch(config, sys.executable)("-m", "overtone", *arguments)
     except ChildFailedError as error:
-        stops = {failure.exitcode for failure in error.failures.values()} & {128 + number for number in STOPPING}
-        if stops:  # a replica was asked to stop, and all did
-            sys.exit(min(stops))
+        if all(map(_was_stopped, error.failures.values())):  # a replica was asked to stop, and all did
+            told = max(failure.exitcode for failure in error.failures.values())
+            sys.exit(told if told > 0 else 128 + signal.SIGTERM)
         raise ReplicaError(_in_words(error.failures)) from None
     except SignalException as stop:
         sys.exit(128 + stop.sigval)
@@ -180,12 +180,14 @@ def _message(failure: ProcessFailure) -> str:
     return str(said["message"]) if isinstance(said, dict) else str(said)
 
 
+def _was_stopped(failure: ProcessFailure) -> bool:
+    """It had nothing against it: asked by a signal, perhaps the launcher's own, which ends the rest when one fails."""
+    return failure.exitcode in {128 + number for number in STOPPING} | {-signal.SIGTERM}
+
+
 def _is_consequence(failure: ProcessFailure) -> bool:
     """Ended by the launcher, cut off, or told by another rank."""
-    said = _message(failure)
-    return (
-        failure.exitcode == -signal.SIGTERM or "the exchange broke off" in said or bool(re.match(r"rank \d+: ", said))
-    )
+    return _was_stopped(failure) or re.match(r"rank \d+: |.*the exchange broke off", _message(failure)) is not None
 
 
 # -- in a replica ----------------------------------------------------------------------------------------------------
