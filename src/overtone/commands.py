@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from overtone import compare, plan, rundir, settings, simulation
 from overtone.config import CodecBench, ConfigError, MethodChoice, Run, Simulation, TrainBench, at_least_one
+from overtone.files import write_whole
 from overtone.recipes import RECIPES
 from overtone.tasks import TaskOptions
 from overtone.words import metrics_line
@@ -257,13 +258,9 @@ def _(command: Export) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all: written beside, then renamed."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.write_text(json.dumps(value, indent=2) + "\n")
-        beside.replace(path)
+        write_whole(path, json.dumps(value, indent=2) + "\n")
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(f"json {path}: {error.strerror}; the result was not written") from error
 
 

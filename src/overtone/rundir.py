@@ -10,6 +10,7 @@ from typing import IO
 
 from overtone import runlog
 from overtone.errors import OvertoneError
+from overtone.files import write_whole
 from overtone.marks import present
 
 CONFIG = "config.toml"
@@ -72,11 +73,9 @@ def refuse_busy(folder: Path) -> None:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """What the run was started with, for `--resume` and `export`; whole or not at all."""
-    beside = folder / f".{CONFIG}.{os.getpid()}.tmp"
+    """What the run was started with, for `--resume` and `export`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text)
-        beside.replace(folder / CONFIG)
+        write_whole(folder / CONFIG, text)
     except OSError as error:
         raise RunError(f"run {folder}: {error.strerror}; free some space or choose another --out") from error

@@ -28,7 +28,7 @@ class Saver:
         self.keep = keep
         self.tell = tell
         self.told = told  # hears of every checkpoint that is complete
-        self._copies: dict[str, Tensor] = {}  # kept from one checkpoint to the next: fresh memory costs thrice as much
+        self._copies: dict[str, Tensor] = {}  # kept from one checkpoint to the next: fresh memory is slow
         self._writer: threading.Thread | None = None
         self._writing: Mark | None = None
         self._error: BaseException | None = None

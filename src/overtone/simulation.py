@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from overtone import optimisers
+from overtone import optimisers, settings
 from overtone.config import Simulation
 from overtone.network import Link
 from overtone.replica import Replica
@@ -84,19 +84,12 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
         "units_per_replica": training.steps * training.batch * training.accumulate * task.units(),
         "unit": task.unit,
         "data": task.about(),
-        "task": _plain(asdict(config.task)),
+        "task": settings.flat(config.task),
         "training": asdict(training),
         "network": asdict(network),
         "versions": {"overtone": __version__, "torch": torch.__version__},
         "wall_seconds": time.perf_counter() - begin,
     }
-
-
-def _plain(value: Any) -> Any:
-    """Paths as texts, for JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return value if isinstance(value, int | float | str | None) else str(value)
 
 
 @torch.no_grad()
