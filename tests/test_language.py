@@ -43,7 +43,8 @@ def language(
             valid_samples=samples,
             skew=skew,
             language=Language(**{"context": 16, **numbers}),
-        )
+        ),
+        to_train=data != "none",
     )
     assert isinstance(made, LanguageTask)
     return made

@@ -443,6 +443,7 @@ def test_replicas_that_differ_are_refused_on_every_rank(
         (["--task", "image", "--data", "nowhere.npz"], "data nowhere.npz"),
         (["--model", "gpt9"], "model 'gpt9'"),
         (["--batch", "1000000"], "fewer than one batch of 1000000"),
+        (["--data", "none"], "data none: no validation samples"),
         (["--method", "dilocoo"], "method 'dilocoo': unknown"),
         (["--keep", "7", "--method", "ddp"], "keep=7: ddp has no such number"),
         (["--device", "cuda"], "device=cuda: replica 0 of this host needs a GPU of its own, and there are 0"),
