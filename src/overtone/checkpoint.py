@@ -145,10 +145,10 @@ def blend(paths: Sequence[Path], *, consensus: bool, rank: int) -> Any:
     the anchor, survives. Without consensus there is nothing to keep together: the new replica goes on from the old one
     of the same rank, modulo K; so does all else of it in either case.
     """
-    own = File(paths[rank % len(paths)])
     if not consensus:
-        return own.together()
+        return read(paths[rank % len(paths)])
     files = [File(path) for path in paths]
+    own = files[rank % len(files)]
     for file in files:
         if odd := {name for name in set(file.names) ^ set(own.names) if name.startswith(FOLDED)}:
             raise StateError(f"{file.path}: {min(odd)} is not in every old replica's state; they cannot be folded")

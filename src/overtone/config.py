@@ -96,6 +96,11 @@ class Training:
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: 0 or more")
 
+    @property
+    def samples(self) -> int:
+        """Of each replica in one step."""
+        return self.batch * self.accumulate
+
     def resolved(self) -> Training:
         """With everything said that was left to a default."""
         return self if self.warmup is not None else replace(self, warmup=self.steps // 5)

@@ -66,7 +66,7 @@ def dry_run(config: Run) -> Group:
     training = config.training
     return Group(
         f"{config.task.task}, {config.task.model or 'the default model'}: {parameters:,} parameters, {world} replicas, "
-        f"{training.steps:,} steps of {training.batch * training.accumulate:,} samples each",
+        f"{training.steps:,} steps of {training.samples:,} samples each",
         shown,
         "[dim]sent: by one replica, in about the least bytes possible; in all: without the last messages.\n"
         "memory: of one replica for weights, gradients, inner optimiser and exchange, in fp32; activations come on\n"

@@ -72,7 +72,7 @@ class Session:
             told=lambda mark: self._write("saved", step=mark.step),
         )
         training = config.training
-        self.accounts = Accounts(training.batch * training.accumulate * self.task.units() * self.size)
+        self.accounts = Accounts(training.samples * self.task.units() * self.size)
         self.finished: dict[str, int] | None = None  # how many rounds it took, once it is
         self.log: runlog.RunLog | None = None
         self.mark = self._go_on() if resume else None
@@ -147,7 +147,7 @@ class Session:
             parameters=sum(p.numel() for p in self.replica.model.parameters()),
             steps=training.steps,
             unit=self.task.unit,
-            units_per_step=training.batch * training.accumulate * self.task.units(),
+            units_per_step=training.samples * self.task.units(),
             data=self.data,
             config=settings.flat(self.config),
             environment=runlog.environment(hosts),
@@ -221,7 +221,7 @@ class Session:
             self._write(
                 "train",
                 loss=float(step.losses[0]),
-                lr=optimisers.Schedule(training).rate(step.count - 1),
+                lr=self.replica.inner.param_groups[0]["lr"],
                 **self._so_far(),
                 **self.accounts.speed(training.steps - step.count),  # type: ignore[arg-type]
                 waiting_share=self.transport.ledger.waiting / self.accounts.passed,

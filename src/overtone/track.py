@@ -10,6 +10,7 @@ from typing import Any
 from overtone import fingerprint
 from overtone.config import ConfigError
 from overtone.runlog import Sink
+from overtone.tasks.sources import first_line
 
 SHOWN = ("train", "round", "eval", "finish")  # events with numbers worth a curve
 
@@ -95,6 +96,5 @@ def sinks(folder: Path, track: str, step: int) -> list[Sink]:
         except ConfigError:
             raise
         except Exception as error:  # whatever a service says: no login, no network
-            told = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"track={track}: {told}") from error
+            raise ConfigError(f"track={track}: {first_line(error)}") from error
     return found

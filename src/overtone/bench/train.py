@@ -38,13 +38,13 @@ def run(bench: TrainBench) -> dict[str, Any]:
         theirs = _bare(task, training, bench.steps, transport, around=DistributedDataParallel)
         ours = _ours(task, training, bench.steps, transport, ddp())
         found["ddp against torch's DistributedDataParallel"] = _race(ours, theirs, bench.segments, tell)
-    # One after the other: each rank by itself would measure how they share the machine.
-    alone = _bare(task, training, bench.steps, Solo()), _ours(task, training, bench.steps, Solo(), decoupled())
-    for rank in range(transport.size):
-        mine = _race(alone[1], alone[0], bench.segments, lambda value: [value]) if rank == transport.rank else None
-        heard = tell(mine)[rank]
-        if rank == 0:
-            found["one replica (decoupled) against the bare loop"] = heard
+    # On replica 0 alone, while the others wait: all at once would measure how they share the machine.
+    alone = None
+    if transport.rank == 0:
+        bare = _bare(task, training, bench.steps, Solo())
+        one = _ours(task, training, bench.steps, Solo(), decoupled())
+        alone = _race(one, bare, bench.segments, lambda value: [value])
+    found["one replica (decoupled) against the bare loop"] = tell(alone)[0]
     per_segment = bench.steps * bench.batch * task.units()
     return {
         "rank": transport.rank,

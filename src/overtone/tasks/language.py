@@ -18,7 +18,7 @@ from overtone.tasks.byte_transformer import BYTES, ByteTransformer, ModelSize
 from overtone.tasks.deal import Feed, TaskError, dice_for
 from overtone.tasks.options import Language, TaskOptions
 from overtone.tasks.stream import Stream, StreamFeed
-from overtone.tasks.task import Task, Tensors
+from overtone.tasks.task import Task, Tensors, save_weights
 from overtone.tasks.text import NoText, Text, load_text
 from overtone.tasks.transformers_presets import causal_lm
 
@@ -59,9 +59,7 @@ class ByteModel:
         return found
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        from safetensors.torch import save_model
-
-        save_model(model, str(folder / "model.safetensors"))
+        save_weights(model, folder)
         (folder / "model.json").write_text(json.dumps(asdict(self.size), indent=2) + "\n")
 
 

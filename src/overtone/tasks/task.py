@@ -59,13 +59,17 @@ class Task(ABC):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """The trained model into ``folder``, in the form that others load. Here: its weights by name."""
-        from safetensors.torch import save_model
-
-        save_model(model, str(folder / "model.safetensors"))
+        save_weights(model, folder)
 
     def about(self) -> dict[str, object]:
         """For the run log: enough to see whether two runs had the same data."""
         return {"name": self.name, "train_samples": len(self.train), "valid_samples": len(self.valid)}
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    from safetensors.torch import save_model  # when there is something to save: a simulation needs no such library
+
+    save_model(model, str(folder / "model.safetensors"))
 
 
 class Tensors:
