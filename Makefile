@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench science studies clean
+.PHONY: demo test check bench paper studies clean
 
 demo: $(READY)  ## five methods on one small task: loss against bytes
 	$(BIN)/overtone demo
@@ -21,8 +21,8 @@ bench: $(READY)  ## speed of the codec and of the loop, against the published pa
 	$(BIN)/overtone bench codec
 	$(BIN)/overtone bench train
 
-science: $(READY)  ## the first science check; TEXT=file adds a text to the embedded default
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/first_check.py $(if $(TEXT),--text $(TEXT))
+paper: $(READY)  ## the paper's table in miniature: about an hour on two cores; goes on where it was cut off
+	$(BIN)/python benchmarks/paper.py
 
 studies: $(READY)  ## the small studies behind docs/log.md; TEXT=file
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/studies.py --text $(TEXT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,13 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from overtone import compare, plan, rundir, settings, simulation
-from overtone.config import CodecBench, ConfigError, MethodChoice, Run, Simulation, TrainBench, at_least_one
+from overtone import compare, history, plan, report, rundir, settings, simulation, standings, table
+from overtone.config import CodecBench, Comparison, ConfigError, MethodChoice, Run, Simulation, TrainBench, at_least_one
 from overtone.files import write_whole
-from overtone.recipes import RECIPES
+from overtone.recipes import RECIPES, demo
 from overtone.tasks import TaskOptions
-from overtone.words import metrics_line
+from overtone.watching import LiveTable
+from overtone.words import headline, metrics_line, summary
 
 err = Console(stderr=True)
 out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)  # a file has no width
@@ -33,15 +35,24 @@ out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty()
 class Demo:
     """Five methods on one small task, in about a minute: what the bytes buy."""
 
-    steps: int = compare.DEMO.training.steps
+    steps: int = 600
     """Local steps of every replica."""
-    json: Path | None = None
-    """Write all results here, as a JSON list."""
-    workers: int = 2
-    """Methods at a time, each in a process of one thread."""
+    workers: int | None = None
+    """Methods at a time, each in a process of one thread; by default one for each core."""
+    out: Path | None = None
+    """Where the runs and the page go; by default a new directory below runs/."""
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "workers")
+
+@dataclass(frozen=True)
+class Report:
+    """One page of any runs, real or simulated; beside it the table as Markdown and CSV."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of runs, or of several such (a comparison)."""
+    out: Path = Path("report.html")
+    """The page."""
+    title: str = "overtone: runs side by side"
+    """Of the page."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,8 @@ def parse(arguments: Sequence[str]) -> object:
         Annotated[Train, tyro.conf.subcommand("train", default=train)]
         | Annotated[Simulation, tyro.conf.subcommand("simulate")]
         | Annotated[Demo, tyro.conf.subcommand("demo")]
+        | Annotated[Comparison, tyro.conf.subcommand("compare")]
+        | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Plan, tyro.conf.subcommand("plan")]
         | Annotated[Export, tyro.conf.subcommand("export")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
@@ -158,35 +171,46 @@ def _(command: Simulation) -> None:
         result = simulation.simulate(command, _shown(bar, task))
     if command.json is not None:
         write_json(command.json, result)
-    out.print(compare.summary(result))
+    out.print(summary(result))
 
 
 @run.register
 def _(command: Demo) -> None:
-    if command.json is not None:
-        _check_writable(command.json)
-    configs = compare.demo_configs(command.steps)
-    found: dict[str, dict[str, Any]] = {}
+    run(replace(demo(command.steps), workers=command.workers, out=command.out or rundir.fresh("demo")))
 
-    def done(name: str, result: dict[str, Any]) -> None:
-        found[name] = result
-        if not err.is_terminal:  # no bar there: a line each instead
-            err.print(f"{name}: {result['steps']} steps in {result['wall_seconds']:.0f} s", highlight=False)
 
-    with _bar() as bar:
-        tasks = {name: bar.add_task(name, total=command.steps, note="waiting") for name in configs}
-        compare.run_side_by_side(
-            configs,
-            workers=command.workers,
-            progress=lambda name, step, loss: _shown(bar, tasks[name])(step, loss),
-            done=done,
-        )
-    results = [found[name] for name in configs]
-    if command.json is not None:
-        write_json(command.json, results)
-    out.print(compare.headline(results[0]))
-    out.print(compare.table(results))
-    out.print(compare.DEMO_LEGEND)
+@run.register
+def _(command: Comparison) -> None:
+    folder = command.out or rundir.fresh("compare")
+    cells = compare.cells(command, folder)
+    workers = command.workers or (1 if command.processes else os.cpu_count() or 1)
+    with rundir.claim(folder), LiveTable(err, cells) as live:
+        states = compare.make(cells, workers=workers, watch=live)
+    runs = [found for cell in cells if (found := cell.history()) is not None]
+    if runs:
+        again = shlex.join(["overtone", *sys.argv[1:]])
+        _tell_standings(runs, folder / "report.html", command.title or "overtone: methods side by side", again)
+    failed = {folder.name: state.words for folder, state in states.items() if state.state == "failed"}
+    if failed:
+        name, words = next(iter(failed.items()))
+        raise ConfigError(f"{len(failed)} of {len(cells)} runs failed, first {name}: {words}")
+
+
+@run.register
+def _(command: Report) -> None:
+    _check_writable(command.out, "out")
+    runs = [history.load(path) for path in history.find(command.runs)]
+    _tell_standings(runs, command.out, command.title, None)
+
+
+def _tell_standings(runs: Sequence[history.History], file: Path, title: str, again: str | None) -> None:
+    for group in standings.groups(runs):
+        out.print(headline(group.facts), markup=False)
+        out.print(table.terminal(group))
+    for line in table.LEGEND:
+        out.print(line, style="dim", markup=False)
+    page, *others = report.write(file, runs, title=title, command=again)
+    out.print(f"page: {page} (and {', '.join(other.name for other in others)})", markup=False)
 
 
 @run.register
@@ -264,14 +288,14 @@ def write_json(path: Path, value: Any) -> None:
         raise ConfigError(f"json {path}: {error.strerror}; the result was not written") from error
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path, flag: str = "json") -> None:
     """Before an hour of work, not after it."""
     if not path.parent.is_dir():
-        raise ConfigError(f"json {path}: there is no directory {path.parent}; create it first")
+        raise ConfigError(f"{flag} {path}: there is no directory {path.parent}; create it first")
     if path.is_dir():
-        raise ConfigError(f"json {path}: is a directory; give the name of a file")
+        raise ConfigError(f"{flag} {path}: is a directory; give the name of a file")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"json {path}: no permission to write into {path.parent}")
+        raise ConfigError(f"{flag} {path}: no permission to write into {path.parent}")
 
 
 def _one_thread() -> None:

@@ -1,135 +1,217 @@
-"""Several runs side by side: what each method keeps of DiLoCo's gain, and for how many bytes."""
+"""Several runs side by side: which ones a comparison asks for, and how they are made, kept and gone on with.
+
+Each run is the command that anyone would type, as a process of its own: `overtone simulate` or `overtone train`. Its
+log is all that is known of it, so that a comparison that was cut off goes on with what is not finished yet.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import replace
-from typing import Any
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
 
-import torch
-from rich.table import Table
+from overtone import history, rundir, runlog, settings
+from overtone.config import Comparison, ConfigError, MethodChoice, Run, Saving, Simulation
+from overtone.history import History
+from overtone.methods import METHODS, takes
 
-from overtone.config import MethodChoice, Simulation, Training
-from overtone.simulation import simulate
-from overtone.tasks import Language, TaskOptions
-from overtone.words import human_bytes
-
-DEMO = Simulation(
-    training=Training(steps=600, batch=8), task=TaskOptions(language=Language(width=64, layers=2, heads=4))
-)
-DEMO_LEGEND = (
-    "[dim]loss: nats per byte on held-out text, after finish(). bytes sent: by one replica over the whole run.\n"
-    "gain kept: the share of DiLoCo's gain over `alone` (one replica, no communication) that survives.\n"
-    "published has no shared model: its loss is that of replica 0; «mean» is the average of its replicas.[/dim]"
-)
+CELLS = "runs"  # below the comparison's own directory
+POLL = 0.5  # seconds
 
 
-def run_side_by_side(
-    configs: Mapping[str, Simulation],
-    *,
-    workers: int,
-    progress: Callable[[str, int, float], None],
-    done: Callable[[str, dict[str, Any]], None],
-) -> None:
-    """All simulations, ``workers`` at a time in processes of one thread; each reports its steps and then its result."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_take_queue, initargs=(queue,)) as pool:
-        running = {pool.submit(_work, name, config): name for name, config in configs.items()}
-        while running:
-            ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
-            while not queue.empty():
-                progress(*queue.get())
-            for future in ended:
-                done(running.pop(future), future.result())
+@dataclass(frozen=True)
+class Cell:
+    """One run of a comparison."""
+
+    entry: str  # as the user wrote it
+    folder: Path
+    config: Simulation | Run
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
+    def steps(self) -> int:
+        return self.config.training.steps
+
+    def arguments(self) -> list[str]:
+        """What follows `overtone` on the command line."""
+        if isinstance(self.config, Simulation):
+            return ["simulate", *settings.flags(self.config, Simulation())]
+        if (self.folder / rundir.CONFIG).exists():
+            return ["train", "--resume", str(self.folder)]
+        return ["train", *settings.flags(self.config, Run())]
+
+    def history(self) -> History | None:
+        """What there is of it so far."""
+        return history.load(self.folder) if (self.folder / runlog.NAME).exists() else None
+
+    @property
+    def is_done(self) -> bool:
+        """It finished, or it ended in a way that it would end again."""
+        found = self.history()
+        return found is not None and (found.finish is not None or (found.simulated and bool(found.all("stop"))))
 
 
-_queue: Any = None  # a worker's way to tell its progress
+def cells(asked: Comparison, folder: Path) -> list[Cell]:
+    """All runs of the comparison; a method or number that does not exist is refused before anything runs."""
+    found: dict[str, Cell] = {}
+    for seed in asked.seeds:
+        for entry in asked.methods:
+            name = f"{_slug(entry)}-seed{seed}"
+            if name in found:
+                raise ConfigError(f"methods {entry}: given twice (as {found[name].entry}); each once is enough")
+            config = configured(asked, entry, seed, folder / CELLS / name)
+            config.choice.build()
+            found[name] = Cell(entry, folder / CELLS / name, config)
+    return list(found.values())
 
 
-def _take_queue(queue: Any) -> None:
-    global _queue
-    _queue = queue
-    torch.set_num_threads(1)
+def configured(asked: Comparison, entry: str, seed: int, out: Path) -> Simulation | Run:
+    """The run that an entry such as ``decoupled:keep=512,bits=1`` means."""
+    name, _, numbers = entry.partition(":")
+    every = asked.every if name in METHODS and "every" in takes(name) else None
+    choice = MethodChoice(name, every=every)
+    base: Simulation | Run
+    if asked.processes:
+        saving = Saving(eval_every=asked.eval_every, log_every=asked.log_every)
+        base = Run(choice=choice, replicas=asked.replicas, task=asked.task, training=asked.training, saving=saving)
+    else:
+        base = Simulation(
+            choice=choice, replicas=asked.replicas, task=asked.task, training=asked.training, network=asked.network,
+            eval_every=asked.eval_every, log_every=asked.log_every,
+        )  # fmt: skip
+    values = dict(_number(entry, part) for part in numbers.split(",") if part)
+    return replace(settings.updated(base, values, f"methods {entry}"), seed=seed, out=out)
 
 
-def _work(name: str, config: Simulation) -> dict[str, Any]:
-    return simulate(config, lambda step, loss: _queue.put((name, step, loss)) if step % 10 == 0 else None)
+def _number(entry: str, part: str) -> tuple[str, Any]:
+    key, equals, text = part.partition("=")
+    if not equals or key.strip() in ("seed", "out", "json", "method"):
+        raise ConfigError(f"methods {entry}: {part}: a method's numbers are key=value, such as keep=128")
+    try:
+        return key.strip(), tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), text  # a word
 
 
-def demo_configs(steps: int) -> dict[str, Simulation]:
-    choices = (
-        MethodChoice("alone"),
-        MethodChoice("ddp"),
-        MethodChoice("diloco", every=10, outer_lr=0.9, momentum=0.8),
-        MethodChoice("published", every=10),
-        MethodChoice("decoupled", every=10, outer_lr=0.9, momentum=0.8),
-    )
-    training = replace(DEMO.training, steps=steps)
-    return {choice.method: replace(DEMO, choice=choice, training=training) for choice in choices}
+def _slug(entry: str) -> str:
+    return "-".join("".join(c if c.isalnum() or c in "._" else " " for c in entry).split())
 
 
-def share_of_gain(loss: float, *, alone: float, diloco: float) -> str:
-    """100 %: as good as DiLoCo; 0 %: no better than training alone; below: worse. Nothing to share if DiLoCo is."""
-    if diloco >= alone:
-        return "no gain"
-    return f"{round((alone - loss) / (alone - diloco), 2) + 0.0:.0%}"
+# -- making them -----------------------------------------------------------------------------------------------------
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Loss, bytes and gain kept of runs that differ only in their method; needs `alone` and `diloco` among them."""
-    by_name = {result["method"]: result for result in results}
-    alone, diloco = by_name["alone"]["val_loss"], by_name["diloco"]["val_loss"]
-    reference = by_name["diloco"]["bytes_sent"]
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("method", "loss", "bytes sent", "vs DiLoCo", "gain kept", "drift"):
-        shown.add_column(column, justify="left" if column == "method" else "right")
-    for result in results:
-        sent = result["bytes_sent"]
-        for name, loss in losses(result).items():
-            shown.add_row(
-                name,
-                f"{loss:.3f}",
-                human_bytes(sent),
-                ratio(reference, sent),
-                share_of_gain(loss, alone=alone, diloco=diloco),
-                f"{result['max_drift']:.1%}",
+@dataclass
+class Progress:
+    """How far a cell has come."""
+
+    state: str = "waiting"  # running, done, kept, stopped, failed
+    step: int = 0
+    loss: float | None = None
+    bytes: int = 0
+    words: str = ""  # what it failed of
+    seconds: float = 0.0
+
+
+Watch = Callable[[dict[Path, Progress]], None]  # by the cells' directories
+
+
+def make(found: Sequence[Cell], *, workers: int, watch: Watch) -> dict[Path, Progress]:
+    """Run what is not done yet, ``workers`` at a time. A run that fails does not keep the others from running."""
+    states = {cell.folder: _before(cell) for cell in found}
+    waiting = [cell for cell in found if states[cell.folder].state == "waiting"]
+    running: list[_Running] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running.append(_Running(waiting.pop(0)))
+            time.sleep(POLL)
+            for one in list(running):
+                states[one.cell.folder] = one.look()
+                if one.ended:
+                    running.remove(one)
+            watch(states)
+    finally:
+        for one in running:
+            one.stop()
+    watch(states)
+    return states
+
+
+def _before(cell: Cell) -> Progress:
+    """What an earlier call left of it. Only a finished run counts; a simulated one begins again."""
+    found = cell.history()
+    if found is None:
+        return Progress()
+    wanted = settings.flat(cell.config.resolved(), leave_out=history.ASIDE)
+    for key, value in wanted.items():
+        if found.config.get(key) != value:
+            raise ConfigError(
+                f"{cell.folder}: was run with {key}={found.config.get(key)}, and {value} is asked for now; choose "
+                "another --out, or delete it"
             )
-    return shown
+    if cell.is_done:
+        return _progress(cell, "kept" if found.finish else "stopped")
+    rundir.refuse_busy(cell.folder)
+    if found.simulated:
+        shutil.rmtree(cell.folder)
+    return Progress()
 
 
-def losses(result: Mapping[str, Any]) -> dict[str, float]:
-    """The losses worth showing: of the shared model; where there is none, of replica 0 and of the mean as well."""
-    name = result["method"]
-    if result["consensus"] or not result["rounds"]:
-        return {name: result["val_loss"]}
-    return {name: result["val_loss"], f"{name}, mean": result["val_loss_average"]}
+def _progress(cell: Cell, state: str, words: str = "") -> Progress:
+    """From the end of its log."""
+    found = cell.history()
+    if found is None:
+        return Progress(state, words=words)
+    trained = found.all("train")
+    loss = found.loss() if found.finish else trained[-1]["loss"] if trained else None
+    latest = found.finish or (trained[-1] if trained else {})
+    words = words or "; ".join(found.marks)
+    return Progress(state, found.steps_done, loss, latest.get("bytes_sent", 0), words, latest.get("seconds", 0.0))
 
 
-def ratio(reference: int, sent: int) -> str:
-    """«56x fewer», «7x more», or what fits when one of the two is nothing."""
-    if not sent:
-        return "nothing"
-    if sent == reference:
-        return "1x"
-    return f"{reference / sent:.3g}x fewer" if sent < reference else f"{sent / reference:.3g}x more"
+class _Running:
+    """A cell's process. Its own words go into a file, to be told if it fails."""
 
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.ended = False
+        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        command = [sys.executable, "-m", "overtone", *cell.arguments()]
+        one_thread = {"OMP_NUM_THREADS": "1"} if isinstance(cell.config, Simulation) else {}
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=self._said, stdin=subprocess.DEVNULL,
+            env={**os.environ, **one_thread},
+        )  # fmt: skip
 
-def headline(result: Mapping[str, Any]) -> str:
-    return (
-        f"{result['parameters']:,} parameters, {result['replicas']} replicas, {result['steps']} steps, "
-        f"{result['units_per_replica']:,} {result['unit']} per replica ({result['data']['name']})"
-    )
+    def look(self) -> Progress:
+        code = self._process.poll()
+        if code is None:
+            return _progress(self.cell, "running")
+        self.ended = True
+        if code == 0:
+            return _progress(self.cell, "done")
+        if self.cell.is_done:
+            return _progress(self.cell, "stopped")
+        return _progress(self.cell, "failed", self._last_words() or f"exit code {code}")
 
+    def _last_words(self) -> str:
+        self._said.seek(0)
+        lines = [line.strip() for line in self._said.read().decode(errors="replace").splitlines() if line.strip()]
+        ours = [line for line in lines if line.startswith("overtone: ")]
+        return (ours or lines or [""])[-1].removeprefix("overtone: ")
 
-def summary(result: Mapping[str, Any]) -> str:
-    """One run in a few lines."""
-    return (
-        f"{headline(result)}\n"
-        f"[bold]{result['method']}[/bold]: loss {result['val_loss']:.4f} "
-        f"(anchor {result['val_loss_anchor']:.4f}, mean of replicas {result['val_loss_average']:.4f}), "
-        f"{human_bytes(result['bytes_sent'])} sent per replica in {result['rounds']} rounds, "
-        f"drift {result['max_drift']:.1%}, {result['simulated_seconds']:.0f} s on the virtual network"
-    )
+    def stop(self) -> None:
+        """A run of real processes saves first."""
+        self._process.terminate()
+        self._process.wait()

@@ -133,12 +133,64 @@ class Simulation:
     """Seed of initial weights and data order."""
     json: Path | None = None
     """Write the result here, as one JSON object."""
+    out: Path | None = None
+    """Write a run log into this directory, for `overtone report`."""
+    eval_every: int | None = None
+    """Steps between validations; a tenth of all steps by default, up to the next round."""
+    log_every: int = 10
+    """Steps between lines of the run log."""
     task: TaskOptions = field(default_factory=TaskOptions)
     training: Training = field(default_factory=Training)
     network: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
         _check_seed(self.seed)
+        at_least_one(self, "eval_every", "log_every")
+
+    def resolved(self) -> Simulation:
+        """With everything said that was left to a default."""
+        tenth = _tenth(self.training.steps, self.choice.build().every)
+        return replace(self, training=self.training.resolved(), eval_every=self.eval_every or tenth)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several methods on the same task, data, samples and seeds: a live table, then one page.
+
+    Runs that are finished are kept: the same command goes on where it was cut off.
+    """
+
+    methods: tuple[str, ...] = ("alone", "ddp", "diloco:outer_lr=0.9,momentum=0.8", "published", "decoupled")
+    """What to compare: NAME, or NAME:key=value,key=value with the names of flags, such as decoupled:keep=512,bits=2."""
+    every: int = 10
+    """Local steps between rounds (papers: H), for the methods that take it."""
+    seeds: tuple[int, ...] = (0,)
+    """Each method is run once with each."""
+    replicas: int = 4
+    """Replicas that exchange (papers: K)."""
+    processes: bool = False
+    """Real replicas, a process each on this machine, in place of virtual ones."""
+    workers: int | None = None
+    """Runs at a time; by default one for each core, and one with --processes."""
+    out: Path | None = None
+    """Where the runs and the page go; by default a new directory below runs/."""
+    title: str | None = None
+    """Of the page."""
+    eval_every: int | None = None
+    """Steps between validations; a tenth of all steps by default, up to the next round."""
+    log_every: int = 10
+    """Steps between lines of the run logs."""
+    task: TaskOptions = field(default_factory=TaskOptions)
+    training: Training = field(default_factory=Training)
+    network: Network = field(default_factory=Network)
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "every", "replicas", "workers", "eval_every", "log_every")
+        for name in ("methods", "seeds"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name}: at least one")
+        for seed in self.seeds:
+            _check_seed(seed)
 
 
 @dataclass(frozen=True)
@@ -159,9 +211,7 @@ class Saving:
     def __post_init__(self) -> None:
         at_least_one(self, "eval_every", "log_every", "checkpoint_every", "keep_checkpoints")
 
-    def resolved(self, steps: int, every: int) -> Saving:
-        """A tenth of all steps means after the next round: between two rounds the anchor does not move."""
-        tenth = -(-max(1, steps // 10) // every) * every
+    def resolved(self, tenth: int) -> Saving:
         return replace(self, eval_every=self.eval_every or tenth, checkpoint_every=self.checkpoint_every or tenth)
 
 
@@ -194,8 +244,13 @@ class Run:
 
     def resolved(self) -> Run:
         """With everything said that was left to a default."""
-        saving = self.saving.resolved(self.training.steps, self.choice.build().every or 1)
+        saving = self.saving.resolved(_tenth(self.training.steps, self.choice.build().every))
         return replace(self, training=self.training.resolved(), saving=saving)
+
+
+def _tenth(steps: int, every: int | None) -> int:
+    """Of all steps, up to the next round: between two rounds the anchor does not move."""
+    return -(-max(1, steps // 10) // (every or 1)) * (every or 1)
 
 
 def _check_seed(seed: int) -> None:

@@ -144,10 +144,14 @@ def method_named(name: str, **numbers: object) -> Method:
     """The row of that name with these numbers. Unknown names and numbers are refused with what there is."""
     if name not in METHODS:
         raise MethodError(f"method {name!r}: unknown; there are {', '.join(METHODS)}")
-    row = METHODS[name]
-    known = inspect.signature(row).parameters
+    known = takes(name)
     for number in numbers:
         if number not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no numbers"
-            raise MethodError(f"{number}={numbers[number]}: {name} has no such number; {takes}")
-    return row(**numbers)
+            rule = f"it takes {', '.join(known)}" if known else "it takes no numbers"
+            raise MethodError(f"{number}={numbers[number]}: {name} has no such number; {rule}")
+    return METHODS[name](**numbers)
+
+
+def takes(name: str) -> list[str]:
+    """The numbers that the row of that name takes."""
+    return list(inspect.signature(METHODS[name]).parameters)

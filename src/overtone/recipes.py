@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from overtone.config import MethodChoice, Run, Training
+from overtone.config import Comparison, MethodChoice, Run, Training
 from overtone.tasks.options import Image, Language, TaskOptions
 
 PAPER = Training(
@@ -67,6 +67,15 @@ def mini_image() -> Run:
         replicas=2,
         task=TaskOptions(task="image", model="resnet-tiny", image=Image(stem="small", crop=1)),
         training=Training(steps=200, batch=32, inner_lr=2e-3),
+    )
+
+
+def demo(steps: int) -> Comparison:
+    """What `overtone demo` compares."""
+    return Comparison(
+        task=TaskOptions(language=Language(width=64, layers=2, heads=4)),
+        training=Training(steps=steps, batch=8),
+        title="overtone: five methods, one small task",
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from overtone import checkpoint, optimisers, randomness, rundir, runlog, settings, track
+from overtone import average, checkpoint, optimisers, randomness, records, rundir, runlog, settings, track
 from overtone.accounts import Accounts
 from overtone.config import ConfigError, Run
 from overtone.errors import MismatchError
@@ -22,7 +22,7 @@ from overtone.marks import CheckpointError, Mark, file_of, newest_common
 from overtone.replica import Replica
 from overtone.saver import Saver
 from overtone.tasks import Feed, Task, load_task
-from overtone.train import Own, Step, local_steps, measure, prepare
+from overtone.train import Own, Step, evaluate, local_steps, measure, prepare
 from overtone.transport import connect
 from overtone.upkeep import Asked, Pulse, Upkeep
 from overtone.view import View
@@ -137,22 +137,9 @@ class Session:
 
     def _say_start(self, event: str, **values: Any) -> None:
         hosts = self.upkeep.tell(runlog.this_host(self.replica.device))
-        training = self.config.training
-        self._write(
-            event,
-            folder=str(self.folder),
-            method=self.method.name,
-            numbers=self.method.numbers(),
-            consensus=self.method.consensus,
-            parameters=sum(p.numel() for p in self.replica.model.parameters()),
-            steps=training.steps,
-            unit=self.task.unit,
-            units_per_step=training.samples * self.task.units(),
-            data=self.data,
-            config=settings.flat(self.config),
-            environment=runlog.environment(hosts),
-            **values,
-        )
+        if self.log is not None:  # the environment takes a moment to find out
+            start = records.beginning(self.config, self.method, self.task, self.replica.model, hosts)
+            self._write(event, folder=str(self.folder), **start, **values)
 
     def _go_on(self) -> Mark | None:
         """Everything from the newest checkpoint that all can go on from, or nothing at all; which one that was."""
@@ -224,15 +211,14 @@ class Session:
                 lr=self.replica.inner.param_groups[0]["lr"],
                 **self._so_far(),
                 **self.accounts.speed(training.steps - step.count),  # type: ignore[arg-type]
-                waiting_share=self.transport.ledger.waiting / self.accounts.passed,
+                waiting_share=self._waiting_share(),
             )
 
     def _so_far(self) -> dict[str, Any]:
-        return {
-            "bytes_sent": self.transport.ledger.sent,
-            "units": self.accounts.units,
-            "seconds": self.accounts.passed,
-        }
+        return records.so_far(self.transport.ledger, self.accounts.units, self.accounts.passed)
+
+    def _waiting_share(self) -> float:
+        return self.transport.ledger.waiting / self.accounts.passed
 
     def _evaluated(self) -> dict[str, Any]:
         """The metrics of the weights and statistics that all replicas share, each replica measuring its part of the
@@ -252,6 +238,18 @@ class Session:
             found["losses"] = [part["loss"] / count for part, count in heard]
         return found
 
+    def _averaged(self) -> dict[str, Any]:
+        """Without consensus: the metrics of the average of all replicas, and how far from it they are. It takes a dense
+        exchange, which is not the method's own."""
+        if self.method.consensus or self.method.every is None:
+            return {}
+        with self.accounts.during("evaluation"):
+            with self.transport.ledger.during("upkeep"):
+                mean = self.transport.sum(average.flat(self.replica.model)) / self.size
+            drift = max(self.upkeep.tell(average.drift_of(self.replica.model, mean)))
+            return {"metrics_average": evaluate(self.task, average.with_values(self.replica.model, mean)),
+                    "drift": drift}  # fmt: skip
+
     def _finish(self) -> dict[str, Any]:
         last = self.replica.finish()
         self.accounts.rounds(last)
@@ -265,7 +263,9 @@ class Session:
             self.saver.settle()
         closing = {
             **found,
+            **self._averaged(),
             **(self.finished or {}),
+            "waiting_share": self._waiting_share(),
             "anchor_fingerprint": self.replica.fingerprint,
             "bytes": {phase: asdict(count) for phase, count in self.transport.ledger.counts.items()},
             "shares": self.accounts.shares(),

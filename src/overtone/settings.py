@@ -85,6 +85,20 @@ def flat(config: object, *, leave_out: Container[str] = ()) -> dict[str, Any]:
     return {key: _plain(_value(config, path)) for key, (_, path, _) in _places(config) if key not in leave_out}
 
 
+def flags(config: object, base: object) -> list[str]:
+    """The command line that says what ``config`` has and ``base`` has not."""
+    before, words = flat(base), []
+    for key, value in flat(config).items():
+        name = key.replace("_", "-")
+        if value is None or value == before[key]:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", str(value)]
+    return words
+
+
 def _value(config: object, path: tuple[str, ...]) -> Any:
     for name in path:
         config = getattr(config, name)

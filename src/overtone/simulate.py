@@ -6,6 +6,7 @@ before anybody picks up the answer. A virtual clock turns the bytes of the ledge
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -226,17 +227,13 @@ class Cluster:
         """One exchange: everybody picks up the answer, and the clock moves by what the slowest needs."""
         ranks = sorted(self.table.laid)
         seats = {rank: self.replicas[rank].transport for rank in ranks}
-        before = {rank: (seats[rank].ledger.now.sent, seats[rank].ledger.now.received) for rank in ranks}
+        before = {rank: copy.copy(seats[rank].ledger.now) for rank in ranks}
         heard: dict[int, object] = {rank: self.table.laid[rank].carry(seats[rank]) for rank in ranks}
-        hops = 2 * (len(ranks) - 1) if isinstance(self.table.laid[ranks[0]], Sum) else min(1, len(ranks) - 1)
         begin = max(self._busy[rank] for rank in ranks)  # an exchange waits for the slowest replica
         end = begin + max(
-            self.links[rank].seconds(
-                seats[rank].ledger.now.sent - before[rank][0],
-                seats[rank].ledger.now.received - before[rank][1],
-                hops,
-            )
-            for rank in ranks
+            self.links[rank].seconds(now.sent - was.sent, now.received - was.received, now.hops - was.hops)
+            for rank, was in before.items()
+            for now in (seats[rank].ledger.now,)
         )
         for rank in ranks:
             seats[rank].ledger.now.waiting += end - self._busy[rank]

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from overtone import optimisers, settings
+from overtone import average, optimisers, records, rundir, runlog, settings
 from overtone.config import Simulation
+from overtone.errors import OvertoneError
 from overtone.network import Link
-from overtone.replica import Replica
 from overtone.simulate import Cluster
-from overtone.tasks import load_task
-from overtone.train import evaluate, local_steps, prepare
+from overtone.tasks import Task, load_task
+from overtone.train import Step, evaluate, local_steps, prepare
 from overtone.version import __version__
 
 Progress = Callable[[int, float], None]  # local steps done, newest training loss of replica 0
@@ -25,41 +26,43 @@ Progress = Callable[[int, float], None]  # local steps done, newest training los
 
 def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, Any]:
     """Train, finish, evaluate; the result is repeatable to the bit but for ``wall_seconds``."""
-    begin = time.perf_counter()
-    method = config.choice.build()
-    task = load_task(config.task)
-    training, network = config.training.resolved(), config.network
-    feeds = {
-        rank: task.feed(rank, config.replicas, batch=training.batch, seed=config.seed, skew=config.task.skew)
-        for rank in range(config.replicas)
-    }
+    begun = time.perf_counter()
+    config = config.resolved()
+    method, training, network = config.choice.build(), config.training, config.network
+    with ExitStack() as stack:
+        if config.out is not None:
+            rundir.refuse_used(config.out)
+            stack.enter_context(rundir.claim(config.out))
+        task = load_task(config.task)
+        feeds = {
+            rank: task.feed(rank, config.replicas, batch=training.batch, seed=config.seed, skew=config.task.skew)
+            for rank in range(config.replicas)
+        }
 
-    def build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: ARG001 (rank 0's weights win)
-        model = prepare(task.model(), training, torch.device("cpu"))
-        return model, optimisers.build(model, training)
+        def build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: ARG001 (rank 0's weights win)
+            model = prepare(task.model(), training, torch.device("cpu"))
+            return model, optimisers.build(model, training)
 
-    cluster = Cluster(
-        build,
-        method,
-        replicas=config.replicas,
-        links=Link(bandwidth=network.bandwidth * 1e6, latency=network.latency / 1e3),
-        step_seconds=network.step_seconds,
-        seed=config.seed,
-    )
-    for step in local_steps(cluster, task, feeds, training):
-        if progress is not None:
-            progress(step.count, float(step.losses[0]))
-
-    first = cluster.replicas[0]
-    rounds = first.rounds
-    with first.anchor() as shared:
-        at_anchor = evaluate(task, shared)
-    mean = average_model(cluster.replicas)
-    drift = max_drift(cluster.replicas, mean)
-    at_average = evaluate(task, mean)
-    finish = cluster.finish()
-    metrics = evaluate(task, first.model)
-    ledger = first.transport.ledger
+        cluster = Cluster(
+            build,
+            method,
+            replicas=config.replicas,
+            links=Link(bandwidth=network.bandwidth * 1e6, latency=network.latency / 1e3),
+            step_seconds=network.step_seconds,
+            seed=config.seed,
+        )
+        story = Story(config, task, cluster, _log(config.out, config))
+        stack.callback(story.close)
+        try:
+            for step in local_steps(cluster, task, feeds, training):
+                story.after(step)
+                if progress is not None:
+                    progress(step.count, float(step.losses[0]))
+            closing = story.finish()
+        except OvertoneError as error:  # the same numbers would end here again
+            story.write("stop", why=str(error))
+            raise
+    first, ledger = cluster.replicas[0], cluster.replicas[0].transport.ledger
     return {
         "method": method.name,
         "numbers": method.numbers(),
@@ -68,17 +71,17 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
         "steps": training.steps,
         "seed": config.seed,
         "parameters": sum(p.numel() for p in first.model.parameters()),
-        "val_loss": metrics["loss"],
-        "val_loss_anchor": at_anchor["loss"],
-        "val_loss_average": at_average["loss"],
-        "metrics": metrics,
+        "val_loss": closing["metrics"]["loss"],
+        "val_loss_anchor": closing["metrics_anchor"]["loss"],
+        "val_loss_average": closing["metrics_average"]["loss"],
+        "metrics": closing["metrics"],
         "consensus": method.consensus,
         "bytes_sent": ledger.sent,
         "bytes_finish": ledger.counts["finish"].sent,
         "bytes_setup": ledger.counts["setup"].sent,
-        "rounds": rounds,
-        "rounds_finish": len(finish[0]),
-        "max_drift": drift,
+        "rounds": closing["rounds"],
+        "rounds_finish": closing["rounds_finish"],
+        "max_drift": closing["drift"],
         "anchor_fingerprint": first.fingerprint,
         "simulated_seconds": cluster.clock,
         "units_per_replica": training.steps * training.samples * task.units(),
@@ -88,26 +91,94 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
         "training": asdict(training),
         "network": asdict(network),
         "versions": {"overtone": __version__, "torch": torch.__version__},
-        "wall_seconds": time.perf_counter() - begin,
+        "wall_seconds": time.perf_counter() - begun,
     }
 
 
-@torch.no_grad()
-def average_model(replicas: Sequence[Replica]) -> nn.Module:
-    """A model with the mean of the replicas' weights (and floating buffers)."""
-    mean = copy.deepcopy(replicas[0].model)
-    states = [replica.model.state_dict() for replica in replicas]
-    for name, tensor in mean.state_dict().items():
-        if tensor.is_floating_point():
-            tensor.copy_(torch.stack([state[name].float() for state in states]).mean(dim=0))
-    return mean
+def _log(folder: Path | None, config: Simulation) -> runlog.RunLog | None:
+    if folder is None:
+        return None
+    rundir.write_config(folder, settings.toml(replace(config, out=None, json=None)))
+    return runlog.RunLog(folder)
 
 
-@torch.no_grad()
-def max_drift(replicas: Sequence[Replica], mean: nn.Module) -> float:
-    """The largest distance of a replica's weights to their mean, relative to the mean's norm."""
-    centre = nn.utils.parameters_to_vector(mean.parameters())
-    distances = [
-        float((nn.utils.parameters_to_vector(replica.model.parameters()) - centre).norm()) for replica in replicas
-    ]
-    return max(distances) / float(centre.norm())
+@dataclass
+class Story:
+    """What is written of a simulated run while it goes: the records of a real one, as replica 0 would see it."""
+
+    config: Simulation
+    task: Task
+    cluster: Cluster
+    log: runlog.RunLog | None
+
+    def __post_init__(self) -> None:
+        self.first = self.cluster.replicas[0]
+        self.begun, self.setup = time.perf_counter(), self.cluster.clock
+        if self.log is not None:
+            hosts = [runlog.this_host(self.first.device)]
+            start = records.beginning(self.config, self.cluster.method, self.task, self.first.model, hosts)
+            self.write("start", folder=str(self.config.out), **start)
+
+    def write(self, event: str, **values: Any) -> None:
+        if self.log is not None:
+            self.log.write(event, self.first.steps, **values)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+    def after(self, step: Step) -> None:
+        if self.log is None:
+            return
+        due = step.count % self.config.log_every == 0
+        if step.rounds and (due or step.rounds[0].local_steps > 1):
+            self.write("round", **asdict(step.rounds[0]))
+        if due:
+            self.write("train", loss=float(step.losses[0]), **self._so_far())
+        assert self.config.eval_every is not None
+        if step.count % self.config.eval_every == 0 and step.count < self.config.training.steps:
+            mean = self._mean()
+            found = {"metrics": self._at_anchor(), "drift": self._drift(mean), **self._so_far()}
+            if not self.cluster.method.consensus:
+                found["metrics_average"] = self._at(mean)
+            self.write("eval", **found)
+
+    def finish(self) -> dict[str, Any]:
+        """The last messages, and the record that closes the log."""
+        rounds = self.first.rounds
+        before, mean = self._at_anchor(), self._mean()
+        drift, at_average = self._drift(mean), self._at(mean)
+        last = self.cluster.finish()[0]
+        closing = {
+            "metrics": evaluate(self.task, self.first.model),
+            "metrics_anchor": before,
+            "metrics_average": at_average,
+            "drift": drift,
+            **self._so_far(),
+            "rounds": rounds,
+            "rounds_finish": len(last),
+            "waiting_share": self.first.transport.ledger.waiting / max(self.cluster.clock - self.setup, 1e-9),
+            "anchor_fingerprint": self.first.fingerprint,
+            "bytes": {phase: asdict(count) for phase, count in self.first.transport.ledger.counts.items()},
+        }
+        self.write("finish", **closing)
+        return closing
+
+    def _so_far(self) -> dict[str, Any]:
+        per_step = self.config.training.samples * self.task.units() * len(self.cluster.replicas)
+        seconds = time.perf_counter() - self.begun
+        found = records.so_far(self.first.transport.ledger, self.first.steps * per_step, seconds)
+        return {**found, "simulated_seconds": self.cluster.clock - self.setup}
+
+    def _at_anchor(self) -> dict[str, float]:
+        with self.first.anchor() as shared:
+            return evaluate(self.task, shared)
+
+    def _at(self, values: Tensor) -> dict[str, float]:
+        return evaluate(self.task, average.with_values(self.first.model, values))
+
+    def _mean(self) -> Tensor:
+        return torch.stack([average.flat(replica.model) for replica in self.cluster.replicas]).mean(dim=0)
+
+    def _drift(self, mean: Tensor) -> float:
+        return max(average.drift_of(replica.model, mean) for replica in self.cluster.replicas)

@@ -30,6 +30,7 @@ class Count:
     sent: int = 0
     received: int = 0
     waiting: float = 0.0
+    hops: int = 0  # messages that had to pass one after another: each costs a link's latency
 
 
 @dataclass
@@ -60,22 +61,29 @@ class Ledger:
     def waiting(self) -> float:
         return self.counts["rounds"].waiting + self.counts["finish"].waiting
 
+    @property
+    def hops(self) -> int:
+        return self.counts["rounds"].hops + self.counts["finish"].hops
+
     def gathered(self, buffer_bytes: int, size: int) -> None:
         """A gather of equal buffers: each replica's goes to all others."""
         self.now.sent += (size - 1) * buffer_bytes
         self.now.received += (size - 1) * buffer_bytes
+        self.now.hops += min(1, size - 1)
 
     def summed(self, buffer_bytes: int, size: int) -> None:
         """A ring all-reduce: every part of the buffer passes each link twice, but for one hop each way."""
         through = 2 * (size - 1) * buffer_bytes // size
         self.now.sent += through
         self.now.received += through
+        self.now.hops += 2 * (size - 1)
 
     def broadcast(self, buffer_bytes: int, position: int, size: int) -> None:
         """From the first replica down a binomial tree: replica r passes it on to r + 1, 2, 4 …, each above r itself."""
         steps = (1 << i for i in range(size.bit_length()))
         self.now.sent += buffer_bytes * sum(step > position and position + step < size for step in steps)
         self.now.received += buffer_bytes if position else 0
+        self.now.hops += (size - 1).bit_length()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -95,11 +103,11 @@ class Ledger:
             self.now.waiting += time.perf_counter() - begin
 
     def state_dict(self) -> dict[str, list[float]]:
-        return {phase: [c.sent, c.received, c.waiting] for phase, c in self.counts.items()}
+        return {phase: [c.sent, c.received, c.waiting, c.hops] for phase, c in self.counts.items()}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        for phase, (sent, received, waiting) in state.items():
-            self.counts[phase] = Count(int(sent), int(received), float(waiting))
+        for phase, (sent, received, waiting, hops) in state.items():
+            self.counts[phase] = Count(int(sent), int(received), float(waiting), int(hops))
 
 
 class Transport(Protocol):

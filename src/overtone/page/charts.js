@@ -1,0 +1,295 @@
+// Everything drawn goes through draw(): made once per canvas, then updated, so a new theme can redraw it all.
+
+Chart.defaults.animation = false;
+Chart.defaults.maintainAspectRatio = false;
+
+const NARROW = 560; // pixels; below, lines go unnamed in the chart
+
+const drawn = new Map(); // canvas: { chart, config }
+
+function draw(canvas, config) {
+  const { type, data, options, plugins } = config();
+  const chart = drawn.get(canvas)?.chart;
+  if (chart) Object.assign(chart, { data, options }).update();
+  drawn.set(canvas, { config, chart: chart ?? new Chart(canvas, { type, data, options, plugins }) });
+  return drawn.get(canvas).chart;
+}
+
+const redraw = () => drawn.forEach(({ config }, canvas) => draw(canvas, config));
+
+function forget(canvas) {
+  drawn.get(canvas)?.chart.destroy();
+  drawn.delete(canvas);
+}
+
+function baseOptions() {
+  Chart.defaults.font.family = getComputedStyle(document.body).fontFamily;
+  Chart.defaults.color = colour("--muted");
+  return {
+    interaction: { mode: "nearest", intersect: false },
+    plugins: {
+      legend: { display: false },
+      tooltip: {
+        backgroundColor: colour("--panel"), borderColor: colour("--line"), borderWidth: 1, padding: 10, caretPadding: 8,
+        titleColor: colour("--ink"), bodyColor: colour("--ink"), displayColors: false,
+      },
+    },
+  };
+}
+
+const scale = (title, more = {}) => ({
+  title: { display: Boolean(title), text: title, color: colour("--muted") },
+  grid: { color: colour("--grid"), tickColor: "transparent" },
+  border: { color: colour("--line") },
+  ticks: { color: colour("--muted"), maxRotation: 0, autoSkipPadding: 14 },
+  ...more,
+});
+
+// Only powers of ten are written and ruled; with less than two of them in sight, 2 and 5 as well.
+function logScale(title, write) {
+  const steps = (axis) => (axis.max / axis.min < 100 ? [1, 2, 5] : [1]);
+  const round = (axis, value) => steps(axis).includes(Number(value.toExponential(6).split("e")[0]));
+  return scale(title, {
+    type: "logarithmic",
+    ticks: { color: colour("--muted"), maxRotation: 0, autoSkip: false, callback(value) { return round(this, value) ? write(value) : null; } },
+    grid: { tickColor: "transparent", color: (context) => (context.tick && round(context.scale, context.tick.value) ? colour("--grid") : "transparent") },
+  });
+}
+
+const touching = (a, b) => a.x < b.x + b.w && b.x < a.x + a.w && a.y < b.y + b.h && b.y < a.y + a.h;
+
+// Every few pixels along the drawn lines, as tiny boxes.
+function traces(lines) {
+  return lines.flatMap(({ meta }) => meta.data.slice(1).flatMap((to, i) => {
+    const from = meta.data[i];
+    const count = Math.ceil(Math.hypot(to.x - from.x, to.y - from.y) / 6);
+    return Array.from({ length: Math.min(count, 500) }, (_, k) => ({ x: from.x + (k / count) * (to.x - from.x), y: from.y + (k / count) * (to.y - from.y), w: 1, h: 1 }));
+  }));
+}
+
+// Names beside the ends of lines, where there is room: a picture should not need a legend to be read.
+const endLabels = {
+  id: "endLabels",
+  afterDatasetsDraw(chart) {
+    const { ctx, chartArea: area, width } = chart;
+    const lines = chart.data.datasets
+      .map((dataset, i) => ({ dataset, meta: chart.getDatasetMeta(i) }))
+      .filter(({ dataset, meta }) => dataset.main && !dataset.hidden && meta.data.length && (dataset.level || width >= NARROW))
+      .sort((a, b) => a.dataset.order - b.dataset.order);
+    const ends = lines.map(({ dataset, meta }) => ({ dataset, end: dataset.level ? meta.data[0] : meta.data.at(-1) }));
+    const taken = ends.filter(({ dataset }) => !dataset.level).map(({ end }) => ({ x: end.x - 5, y: end.y - 5, w: 10, h: 10 }));
+    const trace = traces(lines);
+    ctx.save();
+    ctx.font = `600 12px ${Chart.defaults.font.family}`;
+    ctx.textBaseline = "middle";
+    ctx.lineJoin = "round";
+    for (const { dataset, end } of ends) {
+      if (end.y < area.top - 1 || end.y > area.bottom) continue;
+      const w = ctx.measureText(dataset.label).width;
+      const at = (x, y) => ({ x: end.x + x, y: end.y + y - 8, w, h: 16 });
+      const beside = [0, -11, 11, -18, 18].map((y) => at(9, y));
+      const around = [at(-w / 2, 17), at(-w / 2, -17), at(-w, 17), at(-w, -17), at(-w - 9, 0)];
+      const free = (dataset.level ? [at(2, -10), at(2, 11)] : [...beside, ...around]).filter((box) =>
+        box.x >= area.left && box.x + w <= width - 2 && box.y > 0 && box.y < area.bottom - 14 && !taken.some((other) => touching(box, other)));
+      if (!free.length) continue;
+      const crossed = free.map((box) => trace.filter((spot) => touching(box, spot)).length);
+      const box = free[crossed.indexOf(Math.min(...crossed))];
+      taken.push(box);
+      ctx.lineWidth = 4;
+      ctx.strokeStyle = colour("--panel");
+      ctx.strokeText(dataset.label, box.x, box.y + 8);
+      ctx.fillStyle = dataset.borderColor;
+      ctx.fillText(dataset.label, box.x, box.y + 8);
+    }
+    ctx.restore();
+  },
+};
+
+// Chart.js would draw the first point's style in a legend; the dash is the line's.
+function legend(datasets, size) {
+  const main = () => datasets.flatMap((dataset, datasetIndex) => (dataset.main && !dataset.hidden ? [{ dataset, datasetIndex }] : []));
+  const entry = ({ dataset, datasetIndex }) => ({
+    text: dataset.label, datasetIndex, fontColor: colour("--ink"), strokeStyle: dataset.borderColor, lineWidth: 2.5, lineDash: dataset.borderDash, pointStyle: "line",
+  });
+  const labels = { font: { size }, usePointStyle: true, pointStyleWidth: 32, padding: 16, generateLabels: () => main().map(entry) };
+  return { display: true, position: "bottom", onClick: null, labels };
+}
+
+// For pictures that leave the page: a canvas is transparent otherwise.
+const background = {
+  id: "background",
+  beforeDraw({ ctx, width, height }) {
+    ctx.save();
+    ctx.fillStyle = colour("--panel");
+    ctx.fillRect(0, 0, width, height);
+    ctx.restore();
+  },
+};
+
+// The large chart. `view`: { group, axis, measure, whole, log, off, styles }.
+function curves(view) {
+  const axis = AXES[view.axis];
+  const log = axis.log || view.log;
+  const all = seriesOf(view.group, view.measure);
+  const shown = all.filter((one) => !view.off.has(one.label));
+  const at = (point) => place(point, view.axis, view.group.link);
+  const spots = shown.flatMap((one) => one.seeds.flatMap((seed) => seed.points.map(at))).filter((x) => x > 0);
+  const unit = axis.clock ? clockUnit(Math.max(0, ...spots)) : { size: 1 };
+  const edges = [Math.min(...spots), Math.max(...spots)];
+
+  const range = view.whole ? {} : usefulRange(shown);
+
+  const dataset = (one, points, more) => {
+    const data = points.map((point) => ({ ...point, value: point.y, x: at(point) / unit.size, link: linkSeconds(point, view.group.link) }));
+    // A line that leaves the range for good ends at its edge, or its cross would not be seen.
+    if (one.broken && data.length && range.max != null) {
+      const edge = 0.02 * (range.max - range.min);
+      data.at(-1).y = Math.max(range.min + edge, Math.min(range.max - edge, data.at(-1).y));
+    }
+    const style = view.styles.of(one.label);
+    return {
+      label: one.label, hidden: view.off.has(one.label), borderColor: style.color, backgroundColor: style.color, borderDash: style.dash,
+      data: log ? data.filter((point) => point.x > 0) : data, tension: 0, pointHoverRadius: 5, pointHitRadius: 12, ...more,
+    };
+  };
+  const marked = (broken) => ({
+    pointRadius: ({ dataIndex, dataset: { data } }) => (dataIndex === data.length - 1 ? (broken ? 6 : 3.5) : 0),
+    pointStyle: broken ? "crossRot" : "circle",
+    pointBorderWidth: broken ? 2.5 : 1,
+  });
+
+  const datasets = all.flatMap((one, index) => {
+    const order = one.row.method === "decoupled" ? 0 : one.row.reference ? 1 : 2 + index;
+    const style = view.styles.of(one.label);
+    if (one.silent && view.axis === "bytes") {
+      // A method that sends nothing has no place on a logarithmic axis: its end is a level to compare with.
+      const end = one.mean.at(-1);
+      const level = dataset(one, [], { main: true, level: true, order, borderWidth: 1.5, borderDash: [5, 5], pointRadius: 0 });
+      if (end && spots.length) level.data = edges.map((x) => ({ ...end, value: end.y, x, link: linkSeconds(end, view.group.link) }));
+      return [level];
+    }
+    const width = one.row.method === "decoupled" ? 3 : 2.2;
+    const main = dataset(one, one.mean, { main: true, order, borderWidth: width, ...marked(one.broken) });
+    if (one.seeds.length < 2) return [main];
+    const seeds = one.seeds.map(({ run, points }) =>
+      dataset(one, points, {
+        seed: run.seed, order: 100 + index, borderWidth: 1, borderColor: style.faint, borderDash: [], ...marked(isBroken(run)),
+        ...(isBroken(run) ? {} : { pointRadius: 0 }),
+      }));
+    return [main, ...seeds];
+  });
+
+  const options = baseOptions();
+  const title = axis.clock ? `${axis.title}, ${unit.name}` : axis.title;
+  const near = shown.filter((one) => one.mean.length && at(one.mean.at(-1)) > 0.85 * edges[1]); // names beside these need room
+  const room = Math.min(150, 16 + 7.5 * Math.max(0, ...near.map((one) => one.label.length)));
+  options.layout = { padding: ({ chart }) => ({ top: 8, right: chart.width < NARROW ? 8 : room }) };
+  options.scales = {
+    x: log
+      ? logScale(title, view.axis === "bytes" ? humanBytes : (value) => digits(value))
+      : scale(title, { type: "linear", min: 0, ticks: { color: colour("--muted"), maxRotation: 0, callback: (value) => whole(value) } }),
+    y: scale(view.measure === "loss" ? "validation loss" : readable(view.measure), { ...range, ticks: { color: colour("--muted"), includeBounds: false } }),
+  };
+  // A little air around the ends: marks are not cut in half, and names fit beside them.
+  if (log && spots.length) Object.assign(options.scales.x, { min: edges[0] / unit.size / 1.15, max: (edges[1] / unit.size) * 1.3 });
+  options.plugins.tooltip.callbacks = {
+    title: ([item]) => item.dataset.label + (item.dataset.seed == null ? "" : `, seed ${item.dataset.seed}`),
+    label: ({ raw }) => [
+      `${readable(view.measure)}  ${fixed(raw.value, 4)}`,
+      `step  ${whole(Math.round(raw.step))}`,
+      `sent  ${humanBytes(raw.bytes)}`,
+      `wall-clock  ${humanSeconds(raw.seconds)}`,
+      `on the link  ${humanSeconds(raw.link)}`,
+    ],
+  };
+  return { type: "line", data: { datasets }, options, plugins: [endLabels] };
+}
+
+// What the large chart shows, in words, for those who cannot see it.
+function curvesSummary(view) {
+  const parts = seriesOf(view.group, view.measure).filter((one) => !view.off.has(one.label) && one.mean.length).map((one) => {
+    const end = one.mean.at(-1);
+    const where = {
+      bytes: one.silent ? "sending nothing" : `after ${humanBytes(end.bytes)}`, steps: `after ${whole(Math.round(end.step))} steps`,
+      wall: `after ${humanSeconds(end.seconds)}`, link: `after ${humanSeconds(linkSeconds(end, view.group.link))}`,
+    }[view.axis];
+    return `${one.label}: ${fixed(end.y)} ${where}${one.broken ? " (did not finish)" : ""}`;
+  });
+  return `Lines from the first to the last evaluation. At their ends, ${parts.join("; ") || "no line is switched on"}.`;
+}
+
+const PICTURE = { width: 1200, height: 700 };
+
+// The same chart with title and legend at a fixed size, whatever the screen.
+function picture(view, title) {
+  const config = curves(view);
+  const text = { display: true, color: colour("--ink"), align: "start" };
+  const font = { size: 14 };
+  Object.assign(config.options, { responsive: false, devicePixelRatio: 2, layout: { padding: { top: 24, left: 24, bottom: 24, right: 24 + config.options.layout.padding({ chart: PICTURE }).right } } });
+  Object.assign(config.options.plugins, {
+    title: { ...text, text: title, font: { size: 18, weight: "600" }, padding: { bottom: 2 } },
+    subtitle: { ...text, text: view.group.name, color: colour("--muted"), font, padding: { bottom: 16 } },
+    legend: legend(config.data.datasets, 14),
+  });
+  const canvas = el("canvas", PICTURE);
+  const chart = new Chart(canvas, { ...config, plugins: [background, ...config.plugins] });
+  return new Promise((resolve) => canvas.toBlob((blob) => (chart.destroy(), resolve(blob)), "image/png"));
+}
+
+function csv(view) {
+  const quote = (value) => `"${String(value).replaceAll('"', '""')}"`;
+  const lines = [["line", "seed", "step", "bytes_sent", "bytes_received", "wall_seconds", "link_seconds", view.measure]];
+  for (const one of seriesOf(view.group, view.measure)) {
+    if (view.off.has(one.label)) continue;
+    for (const { run, points } of one.seeds)
+      for (const point of points)
+        lines.push([one.label, run.seed, point.step, point.bytes, point.received, point.seconds, linkSeconds(point, view.group.link), point.y]);
+  }
+  return lines.map((line) => line.map((value) => (typeof value === "number" ? value : quote(value))).join(",")).join("\r\n");
+}
+
+// One small line over steps; sizes are measured from zero.
+function small(steps, values, write, style, fromZero) {
+  const options = baseOptions();
+  options.scales = {
+    x: scale("", { type: "linear", ticks: { color: colour("--muted"), maxRotation: 0, maxTicksLimit: 5, callback: (value) => whole(value) } }),
+    y: scale("", { ticks: { color: colour("--muted"), maxTicksLimit: 5, callback: (value) => write(value) }, beginAtZero: fromZero }),
+  };
+  options.plugins.tooltip.callbacks = { title: ([item]) => `step ${whole(item.parsed.x)}`, label: (item) => write(item.parsed.y) };
+  const data = steps.map((x, i) => ({ x, y: values[i] ?? null }));
+  const dataset = { data, borderColor: style.color, backgroundColor: style.color, borderWidth: 1.6, pointRadius: data.length > 40 ? 0 : 1.5, pointHitRadius: 10 };
+  return { type: "line", data: { datasets: [dataset] }, options, plugins: [] };
+}
+
+// Final loss against the number of replicas: a line per method through the means, marks from low to high.
+function scaling(part, styles) {
+  const places = sorted(new Set(part.series.flatMap((one) => one.x)));
+  const datasets = part.series.flatMap((one, index) => {
+    const { color, dash } = styles.of(one.label);
+    const aside = 1.02 ** (index - (part.series.length - 1) / 2); // beside each other, or marks would hide marks
+    const point = (x, y, said) => ({ x: x * aside, y: y ?? null, replicas: x, said });
+    const means = one.x.map((x, i) => point(x, one.loss[i], "loss"));
+    const marks = one.x.flatMap((x, i) => [point(x, one.low?.[i], "lowest"), point(x, one.high?.[i], "highest"), { x: x * aside, y: null }]);
+    const look = { label: one.label, borderColor: color, backgroundColor: color };
+    return [
+      { ...look, main: true, order: 0, data: means, borderDash: dash, borderWidth: 2.2, pointRadius: 4, pointHoverRadius: 6, spanGaps: true },
+      { ...look, order: 1, data: marks, borderWidth: 1.5, pointStyle: "line", pointRadius: 5, pointBorderWidth: 1.5 },
+    ];
+  });
+  const options = baseOptions();
+  options.layout = { padding: { top: 8, right: 12 } };
+  options.scales = {
+    x: scale(part.x, {
+      type: "logarithmic", min: places[0] / 1.2, max: places.at(-1) * 1.2,
+      afterBuildTicks: (axis) => (axis.ticks = places.map((value) => ({ value }))),
+      ticks: { color: colour("--muted"), autoSkip: false, callback: (value) => whole(value) },
+    }),
+    y: scale("final validation loss", { grace: "8%" }),
+  };
+  options.plugins.legend = legend(datasets, 13);
+  options.plugins.tooltip.callbacks = {
+    title: ([item]) => `${item.dataset.label}, ${item.raw.replicas} ${part.x}`,
+    label: ({ raw }) => `${raw.said}  ${fixed(raw.y, 4)}`,
+  };
+  return { type: "line", data: { datasets }, options, plugins: [] };
+}

@@ -1,0 +1,59 @@
+// What the same run would take on another link.
+
+const PRESETS = [
+  { text: "1 Gbit/s, 1 ms", bandwidth: 1000, latency: 1 },
+  { text: "50 Mbit/s, 20 ms", bandwidth: 50, latency: 20 },
+  { text: "5 Mbit/s, 80 ms", bandwidth: 5, latency: 80 },
+];
+
+// As overtone.network.Link.seconds, with the local steps; a link here is in Mbit/s and ms.
+function linkSeconds(point, link) {
+  const exchange = (point.hops * link.latency) / 1e3 + (8 * Math.max(point.bytes, point.received)) / (link.bandwidth * 1e6);
+  return point.step * link.step_seconds + exchange;
+}
+
+const linkWords = (link) =>
+  `${link.bandwidth < 1000 ? `${digits(link.bandwidth)} Mbit/s` : `${digits(link.bandwidth / 1000)} Gbit/s`}, ${digits(link.latency)} ms`;
+
+// Shows `link` in the form and writes what the reader types back into it.
+class LinkControl {
+  constructor(form, changed) {
+    this.fields = { bandwidth: byId("bandwidth"), latency: byId("latency"), step_seconds: byId("step-seconds") };
+    this.changed = changed;
+    form.addEventListener("submit", (event) => event.preventDefault());
+    for (const [name, field] of Object.entries(this.fields)) {
+      field.addEventListener("input", () => {
+        const valid = field.value !== "" && field.checkValidity();
+        field.setAttribute("aria-invalid", String(!valid));
+        if (valid) this.take({ [name]: field.valueAsNumber });
+      });
+    }
+    this.buttons = PRESETS.map((preset) => {
+      const choose = () => (this.take({ bandwidth: preset.bandwidth, latency: preset.latency }), this.show(this.link));
+      return el("button", { type: "button", class: "quiet", onclick: choose }, preset.text);
+    });
+    byId("presets").append(...this.buttons);
+  }
+
+  show(link) {
+    this.link = link;
+    for (const [name, field] of Object.entries(this.fields)) {
+      field.value = link[name];
+      field.setAttribute("aria-invalid", "false");
+    }
+    this.mark();
+  }
+
+  take(values) {
+    Object.assign(this.link, values);
+    this.mark();
+    this.changed();
+  }
+
+  mark() {
+    PRESETS.forEach((preset, i) => {
+      const same = preset.bandwidth === this.link.bandwidth && preset.latency === this.link.latency;
+      this.buttons[i].setAttribute("aria-pressed", String(same));
+    });
+  }
+}

@@ -1,0 +1,96 @@
+// Every run in full. A run's charts are made when it is opened: a page may hold a hundred runs.
+
+function flat(value, prefix = "") {
+  return Object.entries(value ?? {}).flatMap(([name, item]) => {
+    if (item == null) return [];
+    const key = prefix ? `${prefix}.${name}` : name;
+    return typeof item === "object" && !Array.isArray(item) ? flat(item, key) : [[key, Array.isArray(item) ? item.join(", ") : String(item)]];
+  });
+}
+
+function pairs(title, entries) {
+  if (!entries.length) return null;
+  const rows = entries.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value)));
+  return el("section", {}, el("h3", {}, title), el("div", { class: "scroll" }, el("table", { class: "pairs" }, el("tbody", {}, ...rows))));
+}
+
+function numbersOf(run, row) {
+  const entries = [];
+  const end = pointAt(run, -1);
+  const note = (name, value, write) => value != null && entries.push([name, write(value)]);
+  note("rounds", run.finish?.rounds ?? run.rounds.step.length, whole);
+  note("rounds of finish", run.finish?.rounds_finish, whole);
+  note("waiting", row?.runs.length === 1 ? row.waiting : null, (value) => percent(value));
+  note(run.simulated ? "wall-clock of the simulation" : "wall-clock", end?.seconds, humanSeconds);
+  for (const [phase, one] of Object.entries(run.finish?.bytes ?? {})) {
+    const waited = one.waiting ? `, ${humanSeconds(one.waiting)} waiting` : "";
+    entries.push([`bytes, ${phase}`, `${humanBytes(one.sent)} sent, ${humanBytes(one.received)} received${waited}`]);
+  }
+  for (const [name, share] of Object.entries(run.finish?.shares ?? {})) note(`share of ${name}`, share, (value) => percent(value, 1));
+  return entries;
+}
+
+function chartsOf(run) {
+  const { rounds, train, spread_of_replicas: spread } = run;
+  const number = (value) => digits(value);
+  return [
+    ["bytes sent per round", rounds.step, rounds.bytes, humanBytes],
+    ["drift per round, norm", rounds.step, rounds.drift, number],
+    ["residual per round, norm", rounds.step, rounds.residual, number],
+    ["waiting per round", rounds.step, rounds.waiting, humanSeconds],
+    ["distance between replicas", spread?.step, spread?.value, number],
+    ["training loss", train?.step, train?.loss, number, false],
+  ].filter(([, steps, values]) => steps?.length && values?.some((value) => value != null));
+}
+
+function figure([title, steps, values, write, fromZero = true], style) {
+  const known = values.filter((value) => value != null);
+  const [low, high] = known.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+  const said = `${title}: from ${write(known[0])} to ${write(known.at(-1))} over ${known.length} values, between ${write(low)} and ${write(high)}`;
+  const canvas = el("canvas", { role: "img", "aria-label": said });
+  return { canvas, config: () => small(steps, values, write, style(), fromZero), element: el("figure", {}, el("figcaption", {}, title), el("div", { class: "canvas low" }, canvas)) };
+}
+
+class Runs {
+  constructor(place, styles) {
+    this.place = place;
+    this.styles = styles;
+    this.canvases = [];
+  }
+
+  show(group) {
+    this.canvases.forEach(forget);
+    this.canvases = [];
+    this.place.replaceChildren(...group.runs.map((run, index) => this.entry(run, group.rows.find((row) => row.runs.includes(index)))));
+  }
+
+  entry(run, row) {
+    const style = () => this.styles.of(row?.label ?? run.label);
+    const end = pointAt(run, -1);
+    const loss = run.curve.loss.findLast((value) => value != null);
+    const summary = el(
+      "summary", {}, swatch(style()), el("span", { class: "label" }, run.label), el("span", { class: "dim" }, `seed ${run.seed}`),
+      run.status === "finished" ? null : el("span", { class: isBroken(run) ? "tag" : "tag calm" }, run.status),
+      el("span", { class: "dim end" }, `${maybe(loss, (value) => `loss ${fixed(value)}`)}${end ? `, ${humanBytes(end.bytes)}` : ""}`),
+    );
+    const details = el("details", {}, summary);
+    details.addEventListener("toggle", () => details.open && details.children.length === 1 && this.fill(details, run, row, style));
+    return details;
+  }
+
+  fill(details, run, row, style) {
+    const figures = chartsOf(run).map((chart) => figure(chart, style));
+    details.append(
+      el("div", { class: "inside" },
+        run.marks.length ? el("p", { class: "hint" }, run.marks.join("; ")) : null,
+        figures.length ? el("div", { class: "figures" }, ...figures.map((one) => one.element)) : null,
+        el("div", { class: "columns" },
+          pairs("Numbers", numbersOf(run, row)), pairs("Configuration", flat(run.config)), pairs("Environment", flat(run.environment))),
+        run.command ? el("h3", {}, "Command") : null, run.command ? command(run.command) : null),
+    );
+    for (const { canvas, config } of figures) {
+      draw(canvas, config);
+      this.canvases.push(canvas);
+    }
+  }
+}

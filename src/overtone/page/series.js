@@ -1,0 +1,94 @@
+// From rows and runs to lines: points with everything a reader may ask of them. Nothing here draws.
+
+const AXES = {
+  bytes: { text: "Bytes sent", title: "bytes sent by one replica", log: true },
+  steps: { text: "Steps", title: "local steps" },
+  wall: { text: "Wall-clock", title: "wall-clock time", clock: true },
+  link: { text: "On a link", title: "time on the link", clock: true },
+};
+
+const OF_CURVE = new Set(["step", "loss", "average", "bytes", "received", "hops", "seconds"]);
+const CARRIED = ["step", "bytes", "received", "hops", "seconds"];
+
+// Whatever a curve holds besides its own columns is another metric, such as top1.
+function measuresOf(group) {
+  const names = group.runs.flatMap((run) => Object.keys(run.curve).filter((name) => !OF_CURVE.has(name)));
+  return ["loss", ...new Set(names)];
+}
+
+const isBroken = (run) => run.status === "diverged" || run.status === "stopped";
+
+// Evaluations without a value (a diverged run's) are left out: its line ends at the last it had.
+function pointsOf(run, column) {
+  const values = run.curve[column] ?? [];
+  const points = [];
+  const visits = new Map(); // a step may be evaluated twice: before finish() and after it
+  run.curve.step.forEach((step, i) => {
+    const visit = visits.get(step) ?? 0;
+    visits.set(step, visit + 1);
+    if (values[i] == null) return;
+    const point = { key: `${step}/${visit}`, y: values[i] };
+    for (const name of CARRIED) point[name] = run.curve[name]?.[i] ?? 0;
+    points.push(point);
+  });
+  return points;
+}
+
+function meanOf(lines) {
+  if (lines.length === 1) return lines[0];
+  const others = lines.slice(1).map((points) => new Map(points.map((point) => [point.key, point])));
+  return lines[0].flatMap((point) => {
+    const all = [point, ...others.map((line) => line.get(point.key))];
+    if (all.includes(undefined)) return [];
+    const mean = { key: point.key };
+    for (const name of ["y", ...CARRIED]) mean[name] = all.reduce((sum, one) => sum + one[name], 0) / all.length;
+    return [mean];
+  });
+}
+
+// One line per row: the mean over its seeds where all have a value, and each seed by itself.
+function seriesOf(group, measure) {
+  return group.rows.flatMap((row) => {
+    if (measure !== "loss" && row.of === "average") return []; // other metrics are of the shared model or replica 0
+    const runs = row.runs.map((index) => group.runs[index]);
+    const column = measure === "loss" ? row.of : measure;
+    const seeds = runs.map((run) => ({ run, points: pointsOf(run, column) })).filter((seed) => seed.points.length);
+    if (!seeds.length) return [];
+    const mean = meanOf(seeds.map((seed) => seed.points));
+    return [{ row, label: row.label, seeds, mean, broken: runs.some(isBroken), silent: row.bytes === 0 }];
+  });
+}
+
+function place(point, axis, link) {
+  return { bytes: point.bytes, steps: point.step, wall: point.seconds, link: linkSeconds(point, link) }[axis];
+}
+
+// A row's time on the link: the mean over its seeds, as far as they went.
+function rowSeconds(row, group) {
+  const ends = row.runs.map((index) => pointAt(group.runs[index], -1)).filter(Boolean);
+  return ends.length ? ends.reduce((sum, end) => sum + linkSeconds(end, group.link), 0) / ends.length : null;
+}
+
+function pointAt(run, index) {
+  if (!run.curve.step.length) return null;
+  return Object.fromEntries(CARRIED.map((name) => [name, run.curve[name]?.at(index) ?? 0]));
+}
+
+const sorted = (values) => [...values].sort((a, b) => a - b);
+
+// The range worth looking at. Losses begin high and fall fast: the first points would press all ends into one line.
+// Where values grow (accuracy) the same holds upside down.
+function usefulRange(series) {
+  const lines = series.map((one) => one.mean.map((point) => point.y)).filter((values) => values.length);
+  if (!lines.length) return {};
+  const growing = lines.filter((values) => values.at(-1) > values[0]).length > lines.length / 2;
+  const sign = growing ? -1 : 1;
+  const all = sorted(lines.flat().map((value) => sign * value));
+  const sound = series.filter((one) => !one.broken && one.mean.length).map((one) => sign * one.mean.at(-1).y);
+  const low = all[0];
+  const high = sound.length ? Math.max(...sound) : all.at(-1);
+  const cap = Math.max(low + 1.7 * (high - low), all[Math.floor(0.6 * (all.length - 1))]);
+  if (cap > low + 0.8 * (all.at(-1) - low)) return {};
+  const edge = low - 0.06 * (cap - low);
+  return growing ? { min: -cap, max: -edge } : { min: edge, max: cap };
+}

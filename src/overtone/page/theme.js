@@ -1,0 +1,88 @@
+// Light and dark. All colours live in page.css; canvases cannot read CSS variables, so they are resolved here.
+
+const DASHES = [[], [8, 4], [2, 3], [10, 4, 2, 4]];
+const OTHERS = 3; // --other-0 ... in page.css, for methods that have no colour of their own there
+
+const probe = document.body.appendChild(el("span", { hidden: true }));
+
+// The colour of a CSS variable in the present theme, as [red, green, blue]; null where there is no such variable.
+function channels(variable) {
+  if (!getComputedStyle(document.documentElement).getPropertyValue(variable)) return null;
+  probe.style.color = `var(${variable})`;
+  return getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
+}
+
+const rgb = (values, alpha = 1) => `rgba(${values.map(Math.round).join(", ")}, ${alpha})`;
+
+const colour = (variable, alpha) => rgb(channels(variable), alpha);
+
+const mix = (from, to, share) => from.map((value, i) => value + share * (to[i] - value));
+
+// Colour by method, dash and lightness by variant: a label looks the same in every group and every chart.
+class Styles {
+  constructor(groups) {
+    this.seen = new Map(); // label: { method, variant }
+    this.variants = new Map(); // method: how many labels
+    for (const group of groups) for (const row of group.rows) this.note(row.label, row.method);
+  }
+
+  note(label, method) {
+    if (this.seen.has(label)) return;
+    const variant = this.variants.get(method) ?? 0;
+    this.variants.set(method, variant + 1);
+    this.seen.set(label, { method, variant });
+  }
+
+  of(label) {
+    if (!this.seen.has(label)) this.note(label, label.split(",")[0]);
+    const { method, variant } = this.seen.get(label);
+    const lighter = Math.min(0.45, 0.18 * variant);
+    const variable = this.variable(method);
+    const values = mix(channels(variable), channels("--panel"), lighter);
+    return {
+      color: rgb(values), faint: rgb(values, 0.35), dash: DASHES[variant % DASHES.length],
+      css: `color-mix(in srgb, var(--panel) ${100 * lighter}%, var(${variable}))`, // follows the theme by itself
+    };
+  }
+
+  variable(method) {
+    const own = (name) => `--method-${name.replace(/[^\w-]/g, "")}`;
+    if (channels(own(method))) return own(method);
+    const strangers = [...this.variants.keys()].filter((name) => !channels(own(name)));
+    return `--other-${strangers.indexOf(method) % OTHERS}`;
+  }
+}
+
+// localStorage may be absent or may throw on file://; then the choice lasts as long as the page.
+function remembered(value) {
+  try {
+    if (value) localStorage.setItem("overtone-theme", value);
+    return localStorage.getItem("overtone-theme");
+  } catch {
+    return null;
+  }
+}
+
+function themeButton(button, changed) {
+  const root = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const dark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+  const show = () => {
+    button.textContent = dark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);
+    changed();
+  };
+  const kept = remembered();
+  if (kept === "dark" || kept === "light") root.dataset.theme = kept;
+  button.addEventListener("click", () => {
+    root.dataset.theme = dark() ? "light" : "dark";
+    remembered(root.dataset.theme);
+    show();
+  });
+  system.addEventListener("change", show);
+  // Paper is white whatever the screen is.
+  let before;
+  addEventListener("beforeprint", () => ((before = root.dataset.theme), (root.dataset.theme = "light"), changed()));
+  addEventListener("afterprint", () => (before ? (root.dataset.theme = before) : delete root.dataset.theme, changed()));
+  show();
+}

@@ -1,0 +1,44 @@
+"""What the lines of a run log say, alike for real and for simulated runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from overtone import runlog, settings
+from overtone.config import Run, Simulation
+from overtone.methods import Method
+from overtone.runlog import Record
+from overtone.tasks import Task
+from overtone.transport import Ledger
+
+
+def beginning(config: Run | Simulation, method: Method, task: Task, model: nn.Module, hosts: Sequence[Any]) -> Record:
+    """Everything that is known before the first step."""
+    training = config.training
+    return {
+        "simulated": isinstance(config, Simulation),
+        "method": method.name,
+        "numbers": method.numbers(),
+        "consensus": method.consensus,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": training.steps,
+        "unit": task.unit,
+        "units_per_step": training.samples * task.units(),
+        "data": task.about(),
+        "config": settings.flat(config),
+        "environment": runlog.environment(hosts),
+    }
+
+
+def so_far(ledger: Ledger, units: int, seconds: float) -> Record:
+    """What it cost: the method's own bytes through this replica's interface, and how often it had to wait a latency."""
+    return {
+        "bytes_sent": ledger.sent,
+        "bytes_received": ledger.received,
+        "hops": ledger.hops,
+        "units": units,
+        "seconds": seconds,
+    }

@@ -1,0 +1,133 @@
+"""The table of a group of runs: for the terminal, as Markdown, as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from overtone.standings import Group, Row
+from overtone.words import human_bytes
+
+LEGEND = (
+    "loss: on held-out data, after the last messages; ± half of what lies between the best and the worst seed.",
+    "gain kept: the share of DiLoCo's gain over `alone` (one replica, no communication) that survives.",
+    "bytes sent: by one replica over the whole run, as its ledger counted them.",
+    "DiLoCo: among the rows of `diloco` that exchange most often, the one with the lowest loss.",
+    "drift: the largest distance of a replica's weights from the mean of all, before the last messages.",
+)
+SAME = ("perplexity", "bits_per_byte", "top5")  # say what loss and top1 say already; the page and the CSV have them
+
+
+def cells(group: Group) -> tuple[list[str], list[list[str]]]:
+    """Headers, and the rows as people read them."""
+    extra = list(dict.fromkeys(name for row in group.rows for name in row.metrics if name not in SAME))
+    words = [name.replace("_", " ") for name in extra]
+    headers = ["method", "loss", *words, "loss vs DiLoCo", "gain kept", "bytes sent", "bytes vs DiLoCo", "vs DDP",
+               "drift", ""]  # fmt: skip
+    body = []
+    for row in group.rows:
+        versus = group.versus(row)
+        body.append(
+            [
+                row.label,
+                loss_words(row),
+                *(number(row.metrics.get(name)) for name in extra),
+                percent(versus.loss_vs_diloco, signed=True),
+                percent(versus.gain_kept),
+                human_bytes(row.bytes),
+                ratio(versus.less_than_diloco),
+                ratio(versus.less_than_ddp),
+                percent(row.drift, digits=1),
+                "; ".join(row.marks),
+            ]
+        )
+    kept = [i for i, name in enumerate(headers) if any(line[i] for line in body) or name in ("method", "loss")]
+    return [headers[i] for i in kept], [[line[i] for i in kept] for line in body]
+
+
+def terminal(group: Group) -> Table:
+    headers, body = cells(group)
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for header in headers:
+        shown.add_column(header, justify="left" if header in ("method", "") else "right")
+    for line in body:
+        shown.add_row(*line)
+    return shown
+
+
+def markdown(groups: Sequence[Group]) -> str:
+    parts = []
+    for group in groups:
+        headers, body = cells(group)
+        parts += [f"## {group.name}", "", *(f"{note}\n" for note in group.notes)]
+        parts += [_line(headers), _line(["---"] * len(headers)), *map(_line, body), ""]
+    return "\n".join([*parts, *(f"- {line}" for line in LEGEND)]) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def as_csv(groups: Sequence[Group]) -> str:
+    """Raw numbers, a line for each row of each group."""
+    lines = [_raw(group, row) for group in groups for row in group.rows]
+    columns = list(dict.fromkeys(column for line in lines for column in line))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()
+
+
+def _raw(group: Group, row: Row) -> dict[str, Any]:
+    return {
+        "group": group.name,
+        "method": row.method,
+        "label": row.label,
+        "seeds": " ".join(map(str, row.seeds)),
+        "loss": row.loss,
+        "spread": row.spread,
+        "bytes_sent": row.bytes,
+        **vars(group.versus(row)),
+        "drift": row.drift,
+        "rounds": row.rounds,
+        "waiting": row.waiting,
+        "residual": row.residual,
+        "marks": "; ".join(row.marks),
+        **row.metrics,
+    }
+
+
+def loss_words(row: Row) -> str:
+    if row.loss is None:
+        return "none yet"
+    return f"{row.loss:.3f}" + ("" if row.spread is None else f" ± {row.spread / 2:.3f}")
+
+
+def percent(share: float | None, *, digits: int = 0, signed: bool = False) -> str:
+    if share is None:
+        return ""
+    if not math.isfinite(share):
+        return "–"
+    share = round(share, digits + 2 + signed) + 0.0
+    return f"{share:+.1%}" if signed else f"{share:.{digits}%}"
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def ratio(fewer: float | None) -> str:
+    """«56x fewer», «7x more», or what fits when one of the two is nothing."""
+    if fewer is None:
+        return ""
+    if math.isinf(fewer):
+        return "nothing"
+    if round(fewer, 3) == 1:
+        return "1x"
+    return f"{fewer:.3g}x fewer" if fewer > 1 else f"{1 / fewer:.3g}x more" if fewer else "all"
