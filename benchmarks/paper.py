@@ -23,7 +23,7 @@ from rich.console import Console
 from overtone import compare, history, report, runlog
 from overtone.compare import Cell
 from overtone.config import Comparison, Training
-from overtone.tasks import Image, TaskOptions
+from overtone.tasks import Image, Language, TaskOptions
 from overtone.watching import LiveTable
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,8 @@ DATA = Path("data")  # how the runs name their data, wherever it lies
 PLACES = (ROOT / DATA, ROOT.parent / "shared" / DATA)
 TITLE = "The paper's table in miniature (arXiv 2510.03371)"
 
-EVERY, STEPS, REPLICAS = 10, 600, 4
+EVERY, REPLICAS = 10, 4
+STEPS = {"language": 720, "image": 480}  # of each replica, at four of them
 DILOCO, DECOUPLED = "diloco:outer_lr=0.9,momentum=0.8", "decoupled:keep=128"
 CLAIMS = (  # two seeds
     "alone",
@@ -54,6 +55,7 @@ BESIDE = (  # one
     "diloco:outer_lr=0.7,momentum=0.9",
     "published:outer_lr=0.9,decay=0.8",
     "decoupled:keep=128,transform=none",  # does the DCT earn its keep?
+    f"decoupled:keep=32,every={4 * EVERY}",  # how far can it go?
 )
 
 
@@ -70,7 +72,7 @@ def found(name: str) -> str | None:
 
 
 def study() -> Iterator[Cell]:
-    language = TaskOptions(valid_samples=512)
+    language = TaskOptions(valid_samples=512, language=Language(width=64, layers=2, heads=4))
     image = TaskOptions(task="image", data=found("cifar10_small.npz"), valid_samples=1000, image=Image(flip=True))
     settings = {"standard_library": language, "image": image}
     if text := found("kjv.txt"):
@@ -86,9 +88,14 @@ def study() -> Iterator[Cell]:
 
 def at(replicas: int, task: TaskOptions) -> Comparison:
     """With as many samples in all, whatever the number of replicas."""
-    steps = STEPS * REPLICAS // replicas
+    steps = STEPS[task.task] * REPLICAS // replicas
     return Comparison(
-        every=EVERY, replicas=replicas, task=task, training=Training(steps=steps), eval_every=steps // 15, log_every=30
+        every=EVERY,
+        replicas=replicas,
+        task=task,
+        training=Training(steps=steps),
+        eval_every=4 * EVERY * REPLICAS // replicas,
+        log_every=40,
     )
 
 

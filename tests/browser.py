@@ -42,21 +42,31 @@ class Visit:
     """One page, opened from a file in a fresh profile."""
 
     def __init__(
-        self, browser: Any, file: Path, *, width: int = 1280, height: int = 900, colours: str = "light", touch: bool = False
+        self,
+        browser: Any,
+        file: Path,
+        *,
+        width: int = 1280,
+        height: int = 900,
+        colours: str = "light",
+        touch: bool = False,
+        before: str = "",
     ) -> None:
+        """``before``: a script that runs ahead of the page's own."""
         self.complaints: list[str] = []  # console errors and warnings, exceptions, requests that failed
         self.requests: list[str] = []
         self.context = browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=colours, has_touch=touch, reduced_motion="reduce"
         )
         self.page = self.context.new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.add_init_script(before)
+        self.page.set_default_timeout(30_000)
         self.page.on("console", self._heard)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(file.as_uri())
-        self.page.wait_for_function("window.overtone")
+        self.page.wait_for_function("() => window.overtone")
 
     def _heard(self, message: Any) -> None:
         if message.type in ("error", "warning"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import hashlib
 import io
+import json
 import math
 import random
 import struct
@@ -11,17 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import browser as web
 import pytest
 
-from overtone import page
+import browser as web
+from overtone import Link, page
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 STEPS = list(range(0, 601, 50))
 NAN = float("nan")
 
 
-def run(label: str, seed: int, end: float, per_step: int, *, until: int = 600, status: str = "finished", top1: bool = False) -> dict[str, Any]:
+def run(
+    label: str, seed: int, end: float, per_step: int, *, until: int = 600, status: str = "finished", top1: bool = False
+) -> dict[str, Any]:
     """A run whose loss falls from 5.5 towards ``end``, sending ``per_step`` bytes a step in rounds of ten."""
     dice = random.Random(f"{label} {seed}")
     step = [s for s in STEPS if s <= until]
@@ -53,12 +58,14 @@ def run(label: str, seed: int, end: float, per_step: int, *, until: int = 600, s
             "shares": {"inner steps": 0.9, "rounds": 0.1},
         } if status == "finished" else None,
         "config": {"method.every": 10, "method.keep": None, "data": HOSTILE, "training.steps": 600},
-        "environment": {"versions": {"torch": "2.13.0", "overtone": "0.1.0"}, "host": "a-host-with-a-rather-long-name.example.internal"},
-        "command": f"overtone simulate --method {label} --seed {seed} --replicas 4 --every 10 --steps 600 --json runs/{label}-{seed}.json",
+        "environment": {"versions": {"torch": "2.13.0"}, "host": "a-host-with-a-rather-long-name.example.internal"},
+        "command": f"overtone simulate --method {label} --seed {seed} --every 10 --json runs/{label}-{seed}.json",
     }  # fmt: skip
 
 
-def group(name: str, methods: list[tuple[Any, ...]], *, top1: bool = False, seeds: int = 2, note: str | None = None) -> dict[str, Any]:
+def group(
+    name: str, methods: list[tuple[Any, ...]], *, top1: bool = False, seeds: int = 2, note: str | None = None
+) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for label, method, end, per_step, *how in methods:
@@ -68,11 +75,14 @@ def group(name: str, methods: list[tuple[Any, ...]], *, top1: bool = False, seed
         sent = mine[0]["curve"]["bytes"][-1]
         row = {
             "label": label, "method": method, "runs": list(range(len(runs), len(runs) + seeds)), "of": "loss",
-            "seeds": list(range(seeds)), "loss": sum(losses) / seeds, "spread": 0.01 if seeds > 1 else None, "losses": losses,
+            "seeds": list(range(seeds)), "loss": sum(losses) / seeds, "losses": losses,
+            "spread": 0.01 if seeds > 1 else None,
             "metrics": {"top1": mine[0]["curve"]["top1"][-1]} if top1 else {}, "bytes": sent,
-            "less_than_diloco": 72e3 / per_step if per_step else math.inf, "less_than_ddp": 72e4 / per_step if per_step else None,
+            "less_than_diloco": 72e3 / per_step if per_step else math.inf,
+            "less_than_ddp": 72e4 / per_step if per_step else None,
             "loss_vs_diloco": sum(losses) / seeds / 2.22 - 1, "gain_kept": (2.31 - sum(losses) / seeds) / 0.09,
-            "drift": 0.013 if per_step else 0.267, "rounds": 60 if per_step else 0, "waiting": 0.2 if per_step else None,
+            "drift": 0.013 if per_step else 0.267, "rounds": 60 if per_step else 0,
+            "waiting": 0.2 if per_step else None,
             "residual": None, "reference": label == "diloco", "marks": list(mine[0]["marks"]),
         }  # fmt: skip
         rows.append(row)
@@ -80,7 +90,15 @@ def group(name: str, methods: list[tuple[Any, ...]], *, top1: bool = False, seed
             row["marks"] = ["replica 0; no shared model"]
             rows.append({**row, "label": f"{label}, mean", "of": "average", "marks": ["mean of the replicas"]})
         runs += mine
-    facts = {"data": "standard library", "model": "gpt-neox, 2 layers of 64", "parameters": 119424, "replicas": 4, "steps": 600, "units": 307200, "unit": "tokens"}
+    facts = {
+        "data": "standard library",
+        "model": "gpt-neox, 2 layers of 64",
+        "parameters": 119424,
+        "replicas": 4,
+        "steps": 600,
+        "units": 307200,
+        "unit": "tokens",
+    }
     link = {"bandwidth": 50.0, "latency": 20.0, "step_seconds": 0.1}
     return {"name": name, "note": note, "facts": facts, "link": link, "rows": rows, "runs": runs}
 
@@ -99,15 +117,438 @@ def example() -> dict[str, Any]:
     ]
     image = [("alone", "alone", 1.2, 0), ("diloco", "diloco", 0.9, 40_000), ("decoupled", "decoupled", 0.91, 1_000)]
     series = [
-        {"label": label, "x": [2, 4, 8, 16], "loss": [end + 0.01 * k for k in range(4)], "low": [end - 0.02] * 4, "high": [end + 0.05] * 3 + [None]}
+        {
+            "label": label,
+            "x": [2, 4, 8, 16],
+            "loss": [end + 0.01 * k for k in range(4)],
+            "low": [end - 0.02] * 4,
+            "high": [end + 0.05] * 3 + [None],
+        }
         for label, end in (("diloco", 2.22), ("decoupled", 2.2))
     ]
     return {
-        "title": "Loss against bytes <b>", "made": "2026-11-16 09:00 UTC", "version": "0.1.0", "command": "overtone compare --seeds 0 1",
-        "legend": ["loss: nats per byte on held-out text, after finish().", "bytes sent: by one replica over the whole run."],
+        "title": "Loss against bytes <b>", "made": "2026-11-16 09:00 UTC", "version": "0.1.0",
+        "command": "overtone compare --seeds 0 1",
+        "legend": ["loss: nats per byte, after finish().", "bytes sent: by one replica over the whole run."],
         "groups": [
             group("standard library · 4 replicas · 600 steps", text),
-            group("digits · 4 replicas", image, top1=True, seeds=1, note="Other data than the first group: compare within the group only."),
+            group("digits · 4 replicas", image, top1=True, seeds=1, note="Other data: compare within the group only."),
         ],
-        "scaling": {"title": "More replicas", "note": "Final loss after the same number of steps.", "x": "replicas", "series": series},
+        "scaling": {"title": "More replicas", "note": "After the same steps.", "x": "replicas", "series": series},
     }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(page.html(example()), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    if reason := web.missing():
+        pytest.skip(reason)
+    with web.browser() as running:
+        yield running
+
+
+@pytest.fixture
+def visit(chromium: Any, file: Path) -> Iterator[Callable[..., web.Visit]]:
+    """Opens the page. Whatever a test does with it, it must stay quiet and ask for nothing but itself."""
+    visits: list[web.Visit] = []
+
+    def open_page(**how: Any) -> web.Visit:
+        visits.append(web.Visit(chromium, file, **how))
+        return visits[-1]
+
+    yield open_page
+    for one in visits:
+        one.close()
+        assert one.complaints == []
+        assert [url for url in one.requests if not url.startswith(("file://", "blob:", "data:"))] == []
+
+
+CURVES = "overtone.chart(document.getElementById('curves'))"
+DATASETS = """(id) => overtone.chart(document.getElementById(id)).data.datasets
+  .map(({label, main, level, seed, hidden, data}) => ({label, main, level, seed, hidden, data}))"""
+PIXELS = """(source) => {  // 32 bits each; of a copy, since reading a canvas twice makes the browser complain
+  const { width, height } = source;
+  const context = Object.assign(document.createElement("canvas"), { width, height }).getContext("2d");
+  context.drawImage(source, 0, 0);
+  return new Uint32Array(context.getImageData(0, 0, width, height).data.buffer);
+}"""
+
+
+def lines(visit: web.Visit) -> dict[str, dict[str, Any]]:
+    """The large chart's lines by label, without single seeds."""
+    return {one["label"]: one for one in visit.run(DATASETS, "curves") if one.get("main")}
+
+
+def choose(visit: web.Visit, control: str, value: str) -> None:
+    visit.page.locator(f"#{control} input[value='{value}']").check()
+
+
+def inked(visit: web.Visit, canvas: str) -> int:
+    """How many pixels of a canvas something was drawn on."""
+    return int(visit.run(f"(selector) => ({PIXELS})(document.querySelector(selector)).filter(Boolean).length", canvas))
+
+
+def column(visit: web.Visit, name: str) -> list[str]:
+    heads = visit.page.locator("#table thead th").all_inner_texts()
+    cells = visit.page.locator(f"#table tbody tr > :nth-child({heads.index(name) + 1})")
+    return [cell.strip() for cell in cells.all_inner_texts()]
+
+
+# Without a browser
+
+
+def test_one_file_well_under_a_megabyte_without_its_data() -> None:
+    text = page.html({**example(), "groups": [], "scaling": None})
+    assert len(text.encode()) < 500_000
+    assert "sourceMappingURL" not in text
+
+
+def test_data_cannot_end_its_script() -> None:
+    strings = [HOSTILE, "<!-- <script>", "a\u2028b\u2029c", "{{style}}"]
+    text = page.html({**example(), "legend": strings, "title": "<b>&"})
+    data = text.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["legend"] == strings
+    assert not any(found in data for found in page.ESCAPES)
+    assert "<title>&lt;b&gt;&amp;</title>" in text
+
+
+def test_numbers_that_are_not_finite_become_null() -> None:
+    text = page.html({**example(), "more": [NAN, (math.inf, {"x": -math.inf}), 1.5]})
+    assert json.loads(text.split('id="data">')[1].split("</script>")[0])["more"] == [None, [None, {"x": None}], 1.5]
+
+
+def test_vendored_file_is_the_one_its_note_names() -> None:
+    vendor = Path(page.__file__).parent / "vendor"
+    digest = hashlib.sha256((vendor / "chart.umd.min.js").read_bytes()).hexdigest()
+    assert digest in (vendor / "README.md").read_text()
+
+
+# The charts
+
+
+def test_charts_are_drawn_with_a_line_for_every_row(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    assert list(lines(seen)) == [row["label"] for row in example()["groups"][0]["rows"]]
+    single = [one for one in seen.run(DATASETS, "curves") if one["label"] == "decoupled" and not one.get("main")]
+    assert [one["seed"] for one in single] == [0, 1]
+    assert inked(seen, "#curves") > 5_000
+    assert [one["label"] for one in seen.run(DATASETS, "scaling") if one.get("main")] == ["diloco", "decoupled"]
+    assert inked(seen, "#scaling") > 5_000
+    assert "decoupled: 2.2" in seen.page.locator("#curves-summary").text_content()
+
+
+def test_bytes_are_on_a_logarithmic_axis(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    assert seen.run(f"{CURVES}.scales.x.type") == "logarithmic"
+    drawn = lines(seen)
+    assert all(point["x"] > 0 for one in drawn.values() for point in one["data"])
+    row = next(row for row in example()["groups"][0]["rows"] if row["label"] == "decoupled")
+    assert drawn["decoupled"]["data"][-1]["x"] == row["bytes"]
+    assert drawn["decoupled"]["data"][-1]["y"] == pytest.approx(row["loss"])
+    # What sends nothing is a level at its end, from one edge to the other.
+    level = drawn["alone"]
+    assert level["level"]
+    assert len({point["y"] for point in level["data"]}) == 1
+    assert level["data"][1]["x"] == max(point["x"] for one in drawn.values() for point in one["data"])
+
+
+def test_each_axis_shows_its_own_numbers(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    ends = {}
+    for axis in ("steps", "wall", "link"):
+        choose(seen, "axes", axis)
+        assert seen.run(f"{CURVES}.scales.x.type") == "linear"
+        ends[axis] = lines(seen)["diloco"]["data"][-1]["x"]
+        assert inked(seen, "#curves") > 5_000
+    assert ends["steps"] == 600
+    assert ends["wall"] == pytest.approx(30)  # seconds
+    assert "time on a link of 50 Mbit/s, 20 ms" in seen.page.locator("#curves-title").inner_text()
+    seen.page.check("#log")
+    assert seen.run(f"{CURVES}.scales.x.type") == "logarithmic"
+
+
+def test_the_start_does_not_squash_the_end_unless_asked(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    top = f"{CURVES}.scales.y.max"
+    assert seen.run(top) < 3.5
+    seen.page.check("#whole")
+    assert seen.run(top) > 40
+
+
+def test_a_run_that_diverged_ends_with_a_cross_in_sight(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    style, inside, value, step = seen.run(
+        """() => {
+          const chart = overtone.chart(document.getElementById("curves"));
+          const index = chart.data.datasets.findIndex((one) => one.label === "sparse_loco");
+          const end = chart.getDatasetMeta(index).data.at(-1);
+          const inside = end.y > chart.chartArea.top && end.y < chart.chartArea.bottom;
+          const { value, step } = chart.data.datasets[index].data.at(-1);
+          return [end.options.pointStyle, inside, value, step];
+        }"""
+    )
+    assert (style, inside, step) == ("crossRot", True, 550)  # the evaluation at 600 gave NaN
+    assert value > 30
+
+
+def test_hover_and_tap_tell_the_numbers(visit: Callable[..., web.Visit]) -> None:
+    spot = """() => {
+      const chart = overtone.chart(document.getElementById("curves"));
+      const index = chart.data.datasets.findIndex((one) => one.label === "decoupled");
+      return {x: chart.getDatasetMeta(index).data.at(-1).x, y: chart.getDatasetMeta(index).data.at(-1).y};
+    }"""
+    told = f"[{CURVES}.tooltip.title, {CURVES}.tooltip.body[0]?.lines]"
+    for touch in (False, True):
+        seen = visit(touch=touch)
+        canvas = seen.page.locator("#curves")
+        canvas.tap(position=seen.run(spot)) if touch else canvas.hover(position=seen.run(spot))
+        seen.page.wait_for_function(f"() => {CURVES}.tooltip.opacity")
+        title, said = seen.run(told)
+        assert title == ["decoupled"]
+        assert [line.split("  ")[0] for line in said] == ["loss", "step", "sent", "wall-clock", "on the link"]
+        assert said[2] == "sent  990 kB"
+
+
+# What the reader chooses
+
+
+def seconds(point: dict[str, Any], bandwidth: float, latency: float, step_seconds: float) -> float:
+    """Local steps, then as overtone.Link counts."""
+    link = Link(bandwidth=bandwidth * 1e6, latency=latency / 1e3)
+    return point["step"] * step_seconds + link.seconds(point["bytes"], point["received"], point["hops"])
+
+
+def test_the_link_changes_times_at_once(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    choose(seen, "axes", "link")
+    run = next(run for run in example()["groups"][0]["runs"] if run["label"] == "decoupled")
+    end = {name: run["curve"][name][-1] for name in ("step", "bytes", "received", "hops")}
+
+    def shown() -> float:
+        return float(lines(seen)["decoupled"]["data"][-1]["link"])
+
+    assert shown() == pytest.approx(seconds(end, 50, 20, 0.1))
+    before = column(seen, "time on link")
+    seen.page.fill("#bandwidth", "0.5")
+    seen.page.fill("#latency", "300")
+    seen.page.fill("#step-seconds", "0.25")
+    expected = seconds(end, 0.5, 300, 0.25)
+    assert shown() == pytest.approx(expected)
+    assert lines(seen)["decoupled"]["data"][-1]["x"] * 3600 == pytest.approx(expected)  # ddp takes hours here
+    assert column(seen, "time on link") != before
+    assert column(seen, "time on link")[column(seen, "method").index("decoupled")] == f"{expected / 60:.3g} min"
+
+    seen.page.fill("#bandwidth", "0")  # refused, and nothing changes
+    assert seen.page.get_attribute("#bandwidth", "aria-invalid") == "true"
+    assert shown() == pytest.approx(expected)
+
+    seen.page.click("text=1 Gbit/s, 1 ms")
+    assert seen.page.input_value("#bandwidth") == "1000"
+    assert shown() == pytest.approx(seconds(end, 1000, 1, 0.25))
+    assert seen.page.get_attribute("#bandwidth", "aria-invalid") == "false"
+
+
+def test_lines_are_switched_with_mouse_and_keyboard(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    boxes = seen.page.locator("#lines input")
+    boxes.nth(1).uncheck()
+    boxes.nth(2).focus()
+    seen.page.keyboard.press("Space")
+    assert [label for label, one in lines(seen).items() if one["hidden"]] == ["ddp", "diloco"]
+    choose(seen, "axes", "steps")
+    assert [label for label, one in lines(seen).items() if one["hidden"]] == ["ddp", "diloco"]
+    seen.page.click("#all-off")
+    assert all(one["hidden"] for one in lines(seen).values())
+    choose(seen, "axes", "bytes")  # an axis with nothing on it
+    seen.page.click("#all-on")
+    assert not any(one["hidden"] for one in lines(seen).values())
+    assert boxes.nth(1).is_checked()
+
+
+def test_groups_change_everything_below(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    assert not seen.page.locator("#note").is_visible()
+    assert not seen.page.locator("#measures").is_visible()
+    choose(seen, "groups", "1")
+    assert "compare within the group only" in seen.page.locator("#note").inner_text()
+    assert list(lines(seen)) == ["alone", "diloco", "decoupled"]
+    assert column(seen, "method") == ["alone", "diloco", "decoupled"]
+    assert column(seen, "spread") == ["one seed"] * 3
+    assert len(column(seen, "top1")) == 3
+    assert seen.page.locator("#runs details").count() == 3
+    choose(seen, "measures", "top1")
+    assert lines(seen)["decoupled"]["data"][-1]["y"] == pytest.approx(
+        example()["groups"][1]["runs"][2]["curve"]["top1"][-1]
+    )
+    choose(seen, "groups", "0")  # which has no top1
+    assert "Validation loss" in seen.page.locator("#curves-title").inner_text()
+
+
+# The table
+
+
+def test_every_column_sorts_both_ways_and_what_is_missing_stays_last(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    rows = {row["label"]: row for row in example()["groups"][0]["rows"]}
+    raw = {
+        "loss": "loss", "loss vs DiLoCo": "loss_vs_diloco", "gain kept": "gain_kept", "bytes sent": "bytes",
+        "bytes vs DiLoCo": "less_than_diloco", "bytes vs DDP": "less_than_ddp", "drift": "drift",
+        "rounds": "rounds", "waiting": "waiting",
+    }  # fmt: skip
+    for name in seen.page.locator("#table thead th").all_inner_texts():
+        for direction in ("ascending", "descending"):
+            head = seen.page.locator("#table thead button").get_by_text(name, exact=True)
+            head.press("Enter")
+            assert head.locator("xpath=..").get_attribute("aria-sort") == direction
+            labels = [
+                label.split("\n")[0].removesuffix(" diverged").removesuffix(" stopped")
+                for label in column(seen, "method")
+            ]
+            assert sorted(labels) == sorted(rows)  # nothing is hidden
+            if name in raw:
+                values = [rows[label][raw[name]] for label in labels]
+                known = [value for value in values if value is not None and math.isfinite(value)]
+                assert known == sorted(known, reverse=direction == "descending")
+                assert values[: len(known)] == known
+
+
+def test_cells_read_as_in_the_terminal(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    assert column(seen, "bytes sent")[:3] == ["0 B", "430 MB", "43.2 MB"]
+    assert column(seen, "bytes vs DiLoCo")[:5] == ["nothing", "9.96x more", "1x", "32.7x fewer", "32.7x fewer"]
+    assert column(seen, "gain kept")[2] == "98%"
+    assert column(seen, "marks")[3] == "replica 0; no shared model"
+    broken = seen.page.locator("#table tr.broken th").all_inner_texts()
+    assert [text.split()[-1] for text in broken] == ["diverged", "stopped"]
+
+
+# Runs
+
+
+def test_a_run_opens_to_charts_numbers_and_its_command(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    run = seen.page.locator("#runs details").nth(8)
+    assert run.locator("canvas").count() == 0  # nothing is drawn before somebody looks
+    run.locator("summary").click()
+    run.locator("canvas").first.wait_for()
+    assert run.locator("figcaption").all_inner_texts() == [
+        "bytes sent per round",
+        "drift per round, norm",
+        "waiting per round",
+        "distance between replicas",
+        "training loss",
+    ]  # fmt: skip; no residual: it is null throughout
+    assert all(inked(seen, f"#runs details:nth-child(9) figure:nth-child({i}) canvas") > 300 for i in range(1, 6))
+    text = run.inner_text()
+    assert "method.every" in text
+    assert "method.keep" not in text  # null
+    assert "versions.torch" in text
+    assert run.locator("code").inner_text() == example()["groups"][0]["runs"][8]["command"]
+    run.get_by_role("button", name="Copy").click()
+    run.get_by_role("button", name="Copied").or_(run.get_by_role("button", name="Selected")).wait_for()
+
+
+# Out of the page
+
+
+def test_the_picture_is_a_png_with_a_ground(visit: Callable[..., web.Visit]) -> None:
+    for colours, ground in (("light", [255, 255, 255, 255]), ("dark", [27, 30, 36, 255])):
+        seen = visit(colours=colours, width=380)
+        with seen.page.expect_download() as waiting:
+            seen.page.click("#picture")
+        picture = Path(waiting.value.path()).read_bytes()
+        assert waiting.value.suggested_filename == "overtone-loss-bytes.png"
+        assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+        assert struct.unpack(">II", picture[16:24]) == (2400, 1400)
+        corner, different = seen.run(
+            f"""async (encoded) => {{
+              const image = new Image();
+              image.src = `data:image/png;base64,${{encoded}}`;
+              await image.decode();
+              const pixels = ({PIXELS})(image);
+              return [[...new Uint8Array(pixels.buffer, 0, 4)], new Set(pixels.filter((_, i) => i % 97 === 0)).size];
+            }}""",
+            base64.b64encode(picture).decode(),
+        )
+        assert corner == ground
+        assert different > 20
+
+
+def test_the_chart_as_csv(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    with seen.page.expect_download() as waiting:
+        seen.page.click("#csv")
+    table = list(csv.DictReader(io.StringIO(Path(waiting.value.path()).read_text())))
+    assert {row["line"] for row in table} == {row["label"] for row in example()["groups"][0]["rows"]}
+    last = [row for row in table if row["line"] == "diloco" and row["seed"] == "1"][-1]
+    assert float(last["loss"]) == example()["groups"][0]["runs"][5]["curve"]["loss"][-1]
+    assert int(last["bytes_sent"]) == 600 * 72_000
+
+
+# Whoever reads it, wherever
+
+
+def test_hostile_strings_are_only_text(visit: Callable[..., web.Visit]) -> None:
+    seen = visit(before="window.alert = () => console.error('alert')")
+    seen.page.locator("#runs details").last.locator("summary").click()
+    assert seen.page.locator("img").count() == 0
+    assert HOSTILE in column(seen, "method")
+    assert HOSTILE in seen.page.locator("#lines").inner_text()
+    assert HOSTILE in seen.page.locator("#runs details").last.locator("td").all_inner_texts()
+    assert seen.page.locator("h1").inner_text() == seen.page.title() == "Loss against bytes <b>"
+
+
+def test_light_and_dark(visit: Callable[..., web.Visit]) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    line = f"{CURVES}.data.datasets.find((one) => one.label === 'diloco').borderColor"
+    light, dark = visit(), visit(colours="dark")
+    assert light.run(ground) != dark.run(ground)
+    assert light.run(line) != dark.run(line)
+    light.page.click("#theme")
+    assert light.run(ground) == dark.run(ground)
+    assert light.run(line) == dark.run(line)
+    light.page.reload()  # the choice is remembered
+    light.page.wait_for_function("() => window.overtone")
+    assert light.run(ground) == dark.run(ground)
+
+
+def test_without_storage_the_theme_still_changes(visit: Callable[..., web.Visit]) -> None:
+    seen = visit(before="Object.defineProperty(window, 'localStorage', {get() { throw new Error('closed'); }})")
+    before = seen.run("getComputedStyle(document.body).backgroundColor")
+    seen.page.click("#theme")
+    assert seen.run("getComputedStyle(document.body).backgroundColor") != before
+
+
+def test_paper_is_light(visit: Callable[..., web.Visit]) -> None:
+    seen = visit(colours="dark")
+    scheme = "getComputedStyle(document.documentElement).colorScheme"
+    seen.run("dispatchEvent(new Event('beforeprint'))")
+    assert seen.run(scheme) == "light"
+    seen.run("dispatchEvent(new Event('afterprint'))")
+    assert seen.run(scheme) == "light dark"
+
+
+@pytest.mark.parametrize("width", [320, 380])
+def test_nothing_is_wider_than_the_screen(visit: Callable[..., web.Visit], width: int) -> None:
+    seen = visit(width=width)
+    for index in range(2):
+        choose(seen, "groups", str(index))
+        seen.page.locator("#runs details").last.locator("summary").click()
+        seen.page.locator("#runs canvas").first.wait_for()
+        for axis in ("bytes", "steps", "wall", "link"):
+            choose(seen, "axes", axis)
+            assert seen.run("document.scrollingElement.scrollWidth <= innerWidth")
+    # The table scrolls by itself, its first column stays.
+    region = seen.page.locator("#table").locator("xpath=..")
+    region.evaluate("(box) => box.scrollLeft = 300")
+    assert region.evaluate("(box) => box.scrollLeft") > 0
+    left = region.evaluate("(box) => box.getBoundingClientRect().left")
+    assert seen.page.locator("#table tbody th").first.evaluate(
+        "(cell) => cell.getBoundingClientRect().left"
+    ) == pytest.approx(left)

@@ -184,11 +184,16 @@ def _(command: Comparison) -> None:
     folder = command.out or rundir.fresh("compare")
     cells = compare.cells(command, folder)
     workers = command.workers or (1 if command.processes else os.cpu_count() or 1)
-    with rundir.claim(folder), LiveTable(err, cells) as live:
-        states = compare.make(cells, workers=workers, watch=live)
+    again = shlex.join(["overtone", *sys.argv[1:], *([] if _value_of(sys.argv, "--out") else ["--out", str(folder)])])
+    try:
+        with rundir.claim(folder), LiveTable(err, cells) as live:
+            states = compare.make(cells, workers=workers, watch=live)
+    except KeyboardInterrupt:
+        err.print(f"overtone: interrupted; what is finished is kept, and this goes on with the rest:\n{again}",
+                  highlight=False, markup=False, soft_wrap=True)  # fmt: skip
+        sys.exit(130)
     runs = [found for cell in cells if (found := cell.history()) is not None]
     if runs:
-        again = shlex.join(["overtone", *sys.argv[1:]])
         _tell_standings(runs, folder / "report.html", command.title or "overtone: methods side by side", again)
     failed = {folder.name: state.words for folder, state in states.items() if state.state == "failed"}
     if failed:

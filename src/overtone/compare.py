@@ -52,8 +52,8 @@ class Cell:
         return ["train", *settings.flags(self.config, Run())]
 
     def history(self) -> History | None:
-        """What there is of it so far."""
-        return history.load(self.folder) if (self.folder / runlog.NAME).exists() else None
+        """What there is of it so far; nothing before its log has a first line."""
+        return history.load(self.folder) if runlog.last(self.folder, "start") is not None else None
 
     @property
     def is_done(self) -> bool:
@@ -152,6 +152,7 @@ def _before(cell: Cell) -> Progress:
     """What an earlier call left of it. Only a finished run counts; a simulated one begins again."""
     found = cell.history()
     if found is None:
+        _clear(cell)
         return Progress()
     wanted = settings.flat(cell.config.resolved(), leave_out=history.ASIDE)
     for key, value in wanted.items():
@@ -162,10 +163,15 @@ def _before(cell: Cell) -> Progress:
             )
     if cell.is_done:
         return _progress(cell, "kept" if found.finish else "stopped")
-    rundir.refuse_busy(cell.folder)
-    if found.simulated:
-        shutil.rmtree(cell.folder)
+    _clear(cell)
     return Progress()
+
+
+def _clear(cell: Cell) -> None:
+    """Make way for a new try. Real replicas go on from their checkpoints; virtual ones have none."""
+    rundir.refuse_busy(cell.folder)
+    if isinstance(cell.config, Simulation) and cell.folder.exists():
+        shutil.rmtree(cell.folder)
 
 
 def _progress(cell: Cell, state: str, words: str = "") -> Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +102,7 @@ def _run(run: History, label: str) -> dict[str, Any]:
         "rounds": _columns(rounds, **ROUND_COLUMNS),
         "spread_of_replicas": _columns(drifts, step="step", value="drift") if drifts else None,
         "finish": run.finish and {key: run.finish.get(key) for key in ("rounds", "rounds_finish", "bytes", "shares")},
-        "config": run.config,
+        "config": {key: str(value) if value == math.inf else value for key, value in run.config.items()},
         "environment": run.start["environment"],
         "command": run.command(),
     }

@@ -158,9 +158,9 @@ function curves(view) {
     pointBorderWidth: broken ? 2.5 : 1,
   });
 
-  const datasets = all.flatMap((one, index) => {
-    const order = one.row.method === "decoupled" ? 0 : one.row.reference ? 1 : 2 + index;
+  const datasets = all.flatMap((one) => {
     const style = view.styles.of(one.label);
+    const order = one.row.reference ? 1 : style.order;
     if (one.silent && view.axis === "bytes") {
       // A method that sends nothing has no place on a logarithmic axis: its end is a level to compare with.
       const end = one.mean.at(-1);
@@ -168,12 +168,11 @@ function curves(view) {
       if (end && spots.length) level.data = edges.map((x) => ({ ...end, value: end.y, x, link: linkSeconds(end, view.group.link) }));
       return [level];
     }
-    const width = one.row.method === "decoupled" ? 3 : 2.2;
-    const main = dataset(one, one.mean, { main: true, order, borderWidth: width, ...marked(one.broken) });
+    const main = dataset(one, one.mean, { main: true, order, borderWidth: style.width, ...marked(one.broken) });
     if (one.seeds.length < 2) return [main];
     const seeds = one.seeds.map(({ run, points }) =>
       dataset(one, points, {
-        seed: run.seed, order: 100 + index, borderWidth: 1, borderColor: style.faint, borderDash: [], ...marked(isBroken(run)),
+        seed: run.seed, order: 3, borderWidth: 1, borderColor: style.faint, borderDash: [], ...marked(isBroken(run)),
         ...(isBroken(run) ? {} : { pointRadius: 0 }),
       }));
     return [main, ...seeds];

@@ -68,7 +68,7 @@ function showGroup() {
   const { facts, note } = group();
   const parts = [
     facts.data, facts.model, `${whole(facts.parameters)} parameters`, `${whole(facts.replicas)} replicas`, `${whole(facts.steps)} steps`,
-    `${whole(facts.units)} ${facts.unit} per replica`,
+    `${whole(facts.units)} ${facts.unit} in all`,
   ];
   byId("facts").textContent = parts.join(" · ");
   byId("note").textContent = note ?? "";
@@ -106,11 +106,11 @@ byId("all-on").addEventListener("click", () => setAll(true));
 byId("all-off").addEventListener("click", () => setAll(false));
 byId("picture").addEventListener("click", async () => download(fileName("png"), await picture(view(), curvesTitle())));
 byId("csv").addEventListener("click", () => download(fileName("csv"), new Blob([csv(view())], { type: "text/csv" })));
-byId("legend").append(...data.legend.map((sentence) => el("li", {}, sentence)));
+byId("legend").append(...data.legend.map((sentence) => el("li", {}, ...sentence.split("`").map((part, i) => (i % 2 ? el("code", {}, part) : part)))));
+themeButton(byId("theme"), redraw);
 showFooter();
 showGroup();
 showScaling();
-themeButton(byId("theme"), redraw);
 
 // For tests and for a reader at the console: what is chosen, every chart by its canvas, and the link's formula.
 window.overtone = { data, state, chart: (canvas) => drawn.get(canvas)?.chart, linkSeconds, rowSeconds };

@@ -1,10 +1,12 @@
 // Every run in full. A run's charts are made when it is opened: a page may hold a hundred runs.
 
+// Nested settings as names with dots; what is null was not set.
 function flat(value, prefix = "") {
   return Object.entries(value ?? {}).flatMap(([name, item]) => {
     if (item == null) return [];
     const key = prefix ? `${prefix}.${name}` : name;
-    return typeof item === "object" && !Array.isArray(item) ? flat(item, key) : [[key, Array.isArray(item) ? item.join(", ") : String(item)]];
+    if (Array.isArray(item) && item.every((one) => typeof one !== "object")) return [[key, item.join(" ")]];
+    return typeof item === "object" ? flat(item, key) : [[key, String(item)]];
   });
 }
 
@@ -40,7 +42,7 @@ function chartsOf(run) {
     ["waiting per round", rounds.step, rounds.waiting, humanSeconds],
     ["distance between replicas", spread?.step, spread?.value, number],
     ["training loss", train?.step, train?.loss, number, false],
-  ].filter(([, steps, values]) => steps?.length && values?.some((value) => value != null));
+  ].filter(([, steps, values]) => steps?.length && values?.some((value) => value)); // all null or zero: nothing to see
 }
 
 function figure([title, steps, values, write, fromZero = true], style) {

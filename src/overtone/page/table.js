@@ -1,11 +1,11 @@
-// The final table: sorted on raw values, nothing hidden, what is missing always last.
+// The final table: sorted on raw values, no row hidden, what is missing always last; columns that are empty throughout go.
 
 // A column: { name, title, value(row), write(row), text? (sorted as words), bar?(row): 0..1 }
 function columnsOf(group) {
   const metrics = [...new Set(group.rows.flatMap((row) => Object.keys(row.metrics ?? {})))].filter((name) => name !== "loss");
   const number = (name, value, write, more = {}) => ({ name, value, write: (row) => maybe(value(row), write), ...more });
   const slowest = () => Math.max(...group.rows.map((row) => rowSeconds(row, group) ?? 0));
-  return [
+  const columns = [
     { name: "method", value: (row) => row.label, write: (row) => row.label, text: true },
     number("loss", (row) => row.loss, (value) => fixed(value), { title: "mean over the seeds" }),
     {
@@ -29,6 +29,7 @@ function columnsOf(group) {
     number("waiting", (row) => row.waiting, (value) => percent(value), { title: "share of the time spent waiting for others" }),
     { name: "marks", value: (row) => row.marks.join(", ") || null, write: (row) => row.marks.join(", "), text: true },
   ];
+  return columns.filter((column) => group.rows.some((row) => ![NONE, ""].includes(column.write(row))));
 }
 
 function ordered(rows, column, down) {

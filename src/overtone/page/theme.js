@@ -3,13 +3,21 @@
 const DASHES = [[], [8, 4], [2, 3], [10, 4, 2, 4]];
 const OTHERS = 3; // --other-0 ... in page.css, for methods that have no colour of their own there
 
+const PLAIN = { width: 2.2, order: 2 };
+const EMPHASIS = { decoupled: { width: 3, order: 0 } }; // what the page is about is drawn last and strongest
+
 const probe = document.body.appendChild(el("span", { hidden: true }));
+
+const resolved = new Map(); // of the present theme: asking the browser each time makes it lay out the page anew
 
 // The colour of a CSS variable in the present theme, as [red, green, blue]; null where there is no such variable.
 function channels(variable) {
-  if (!getComputedStyle(document.documentElement).getPropertyValue(variable)) return null;
-  probe.style.color = `var(${variable})`;
-  return getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
+  if (!resolved.has(variable)) {
+    probe.style.color = `var(${variable})`;
+    const known = getComputedStyle(document.documentElement).getPropertyValue(variable);
+    resolved.set(variable, known ? getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number) : null);
+  }
+  return resolved.get(variable);
 }
 
 const rgb = (values, alpha = 1) => `rgba(${values.map(Math.round).join(", ")}, ${alpha})`;
@@ -36,11 +44,13 @@ class Styles {
   of(label) {
     if (!this.seen.has(label)) this.note(label, label.split(",")[0]);
     const { method, variant } = this.seen.get(label);
-    const lighter = Math.min(0.45, 0.18 * variant);
+    const turn = Math.floor(variant / DASHES.length); // dashes come round again: then by lightness alone
+    const lighter = Math.min(0.55, 0.1 * (variant % DASHES.length) + 0.25 * turn);
     const variable = this.variable(method);
     const values = mix(channels(variable), channels("--panel"), lighter);
     return {
       color: rgb(values), faint: rgb(values, 0.35), dash: DASHES[variant % DASHES.length],
+      ...(EMPHASIS[method] ?? PLAIN),
       css: `color-mix(in srgb, var(--panel) ${100 * lighter}%, var(${variable}))`, // follows the theme by itself
     };
   }
@@ -63,10 +73,14 @@ function remembered(value) {
   }
 }
 
-function themeButton(button, changed) {
+function themeButton(button, redraw) {
   const root = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)");
   const dark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+  const changed = () => {
+    resolved.clear();
+    redraw();
+  };
   const show = () => {
     button.textContent = dark() ? "Light" : "Dark";
     button.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);

@@ -33,7 +33,7 @@ const whole = (value) => value.toLocaleString("en-GB");
 
 const percent = (share, places = 0) => `${(100 * share).toFixed(places).replace(/^-(0(\.0+)?)$/, "$1")}%`;
 
-const signedPercent = (share) => (share > 0 ? "+" : "") + percent(share, Math.abs(share) < 0.1 ? 1 : 0);
+const signedPercent = (share) => (share > 0 ? "+" : "") + percent(share, 1);
 
 const fixed = (value, places = 3) => (Math.abs(value) >= 1e5 ? value.toExponential(2) : value.toFixed(places));
 

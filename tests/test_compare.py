@@ -1,0 +1,199 @@
+"""`overtone compare`: real commands, kept, cut off, gone on with."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overtone import compare, history, settings
+from overtone.config import Comparison, ConfigError, Run, Simulation
+from overtone.errors import MethodError
+from overtone.simulation import simulate
+
+TINY = ["--batch", "2", "--width", "32", "--layers", "1", "--heads", "2", "--valid-samples", "8", "--every", "4"]
+METHODS = ["alone", "ddp", "diloco", "published", "decoupled", "decoupled:keep=8,bits=2"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; " * 1000)
+    return path
+
+
+def begin(out: Path, text: Path, *flags: str, methods: list[str] = METHODS, steps: int = 12) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "overtone", "compare", "--methods", *methods, "--data", str(text), *TINY]
+    command += ["--steps", str(steps), "--out", str(out), *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def run(out: Path, text: Path, *flags: str, **more: Any) -> tuple[int, str, str]:
+    process = begin(out, text, *flags, **more)
+    stdout, stderr = process.communicate(timeout=300)
+    return process.returncode, stdout, stderr
+
+
+def logs(out: Path) -> dict[str, bytes]:
+    return {path.parent.name: path.read_bytes() for path in (out / compare.CELLS).glob("*/run.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("comparison") / "out"
+    code, stdout, stderr = run(out, text)
+    assert code == 0, stderr
+    return out, stdout
+
+
+def test_the_table_and_the_files(made: tuple[Path, str]) -> None:
+    out, shown = made
+    for word in ("gain kept", "published, mean", "decoupled, keep 128, bits 1", "decoupled, keep 8, bits 2", "1x"):
+        assert word in shown
+    for name in ("report.html", "report.md", "report.csv"):
+        assert (out / name).stat().st_size > 500
+    assert str(out / "report.html") in shown
+    assert (out / "report.csv").read_text().count("\n") == len(METHODS) + 2  # a header, and published has two rows
+
+
+def test_a_cell_is_what_its_command_makes(made: tuple[Path, str]) -> None:
+    """Same data order, same seed, same tokens as the simulation by itself, to the bit; and its log says which."""
+    out, _ = made
+    for cell in compare.cells(Comparison(methods=("decoupled",)), out):
+        found = history.load(cell.folder)
+        given = {key: value for key, value in found.config.items() if value is not None and key != "out"}
+        alone = simulate(settings.updated(Simulation(), given, "test"))
+        assert found.finish is not None
+        assert alone["anchor_fingerprint"] == found.finish["anchor_fingerprint"]
+        assert alone["val_loss"] == found.finish["metrics"]["loss"]
+        assert alone["bytes_sent"] == found.finish["bytes_sent"]
+        words = found.command().split()
+        assert words[:2] == ["overtone", "simulate"]
+        assert "--out" not in words
+
+
+def test_what_is_finished_is_kept_and_the_rest_is_made_again(
+    made: tuple[Path, str], text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made[0], out)
+    cut = out / compare.CELLS / "diloco-seed0" / "run.jsonl"
+    lines = cut.read_text().splitlines(keepends=True)
+    cut.write_text("".join(lines[:-3]) + lines[-3][:40])  # as a kill leaves it: no end, a torn line
+    before = logs(out)
+    code, stdout, stderr = run(out, text)
+    assert code == 0, stderr
+    after = logs(out)
+    assert {name for name in before if before[name] != after[name]} == {"diloco-seed0"}
+    assert stderr.count(": kept ") == len(METHODS) - 1
+    assert _table(stdout) == _table(made[1])
+
+
+def _table(shown: str) -> list[str]:
+    return [line for line in shown.splitlines() if not line.startswith("page:")]
+
+
+def test_interrupted_it_goes_on(text: Path, tmp_path: Path) -> None:
+    out, methods = tmp_path / "out", ["diloco", "decoupled", "alone"]
+    process = begin(out, text, "--workers", "1", methods=methods, steps=300)
+    deadline = time.monotonic() + 120
+    while b'"finish"' not in logs(out).get("diloco-seed0", b"") or "decoupled-seed0" not in logs(out):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    finished = logs(out)["diloco-seed0"]
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"--out {out}" in stderr
+    assert "Traceback" not in stderr
+    assert b'"finish"' not in logs(out)["decoupled-seed0"]
+    code, stdout, stderr = run(out, text, "--workers", "1", methods=methods, steps=300)
+    assert code == 0, stderr
+    assert logs(out)["diloco-seed0"] == finished
+    assert len(logs(out)) == 3
+    assert "gain kept" in stdout
+
+
+def test_other_numbers_are_not_mixed_in(made: tuple[Path, str], text: Path) -> None:
+    code, _, stderr = run(made[0], text, steps=24)
+    assert code == 1
+    assert "was run with steps=12, and 24 is asked for now" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_run_that_diverges_is_marked_and_the_others_go_on(text: Path, tmp_path: Path) -> None:
+    out, methods = tmp_path / "out", ["alone", "diloco", "decoupled:inner=sgd,inner_lr=1e30,clip=inf"]
+    code, stdout, stderr = run(out, text, methods=methods)
+    assert code == 0, stderr
+    assert "stopped at step" in stdout
+    assert "not finite" in stdout
+    code, again, stderr = run(out, text, methods=methods)
+    assert code == 0, stderr
+    assert _table(again) == _table(stdout)  # the same numbers would end there again: it is not tried a second time
+
+
+def test_a_run_that_cannot_start_is_named(tmp_path: Path) -> None:
+    code, _, stderr = run(tmp_path / "out", tmp_path / "missing.txt", methods=["alone", "decoupled"])
+    assert code == 1
+    assert "2 of 2 runs failed, first alone-seed0: data" in stderr
+    assert "missing.txt: no such file" in stderr
+
+
+def test_real_processes_end_where_virtual_replicas_do(made: tuple[Path, str], text: Path, tmp_path: Path) -> None:
+    out, methods = tmp_path / "out", ["alone", "published", "decoupled"]
+    code, stdout, stderr = run(out, text, "--processes", methods=methods)
+    assert code == 0, stderr
+    assert "published, mean" in stdout
+    for method in methods:
+        real, virtual = (history.load(at / compare.CELLS / f"{method}-seed0") for at in (out, made[0]))
+        assert (real.simulated, virtual.simulated) == (False, True)
+        assert real.finish is not None
+        assert virtual.finish is not None
+        for key in ("bytes_sent", "bytes_received", "hops", "rounds", "rounds_finish", "anchor_fingerprint"):
+            assert real.finish[key] == virtual.finish[key], key
+        assert real.loss() == pytest.approx(virtual.loss(), rel=1e-6)
+        if real.has_average:
+            assert real.loss("metrics_average") == pytest.approx(virtual.loss("metrics_average"), rel=1e-4)
+            assert real.finish["drift"] == pytest.approx(virtual.finish["drift"], rel=1e-4)
+    resumed = run(out, text, "--processes", methods=methods)
+    assert resumed[0] == 0
+    assert _table(resumed[1]) == _table(stdout)
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        (["dilocoo"], "method 'dilocoo': unknown; there are alone, ddp"),
+        (["decoupled:kep=8"], "kep: unknown; did you mean keep"),
+        (["diloco:keep=8"], "keep=8: diloco has no such number"),
+        (["decoupled:keep"], "keep: a method's numbers are key=value"),
+        (["decoupled:seed=3"], "seed=3: a method's numbers"),
+        (["decoupled:keep=many"], 'keep = "many": must be a whole number'),
+        (["decoupled:keep=8", "decoupled:keep= 8"], "given twice"),
+        ([], "methods: at least one"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(entries: list[str], told: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, MethodError)) as refused:
+        compare.cells(Comparison(methods=tuple(entries)), tmp_path / "out")
+    assert told in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_entry_may_set_anything_that_a_flag_sets(tmp_path: Path) -> None:
+    asked = Comparison(methods=("demo:inner=sgd,inner_lr=1e-3,clip=inf",), processes=True, seeds=(7,))
+    (cell,) = compare.cells(asked, tmp_path)
+    assert isinstance(cell.config, Run)
+    assert (cell.config.training.inner, cell.config.training.inner_lr) == ("sgd", 1e-3)
+    assert cell.config.training.clip == float("inf")
+    assert cell.seed == 7
+    assert cell.arguments()[0] == "train"
+    json.dumps(settings.flat(cell.config))
