@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench paper studies clean
+.PHONY: demo test browser check bench paper studies clean
 
 demo: $(READY)  ## five methods on one small task: loss against bytes
 	$(BIN)/overtone demo
 
 test: $(READY)  ## all tests, two at a time
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+browser:  ## Chromium for the tests of the page, from Debian's packages; without one they are skipped
+	command -v chromium || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
 
 check: $(READY)  ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -179,7 +179,7 @@ def facts(run: History) -> dict[str, Any]:
     start = run.start
     return {
         "data": start["data"]["name"],
-        "model": start["config"].get("model") or start["data"].get("model") or start["config"]["task"],
+        "model": f"{start['config'].get('model') or start['data'].get('model') or start['config']['task']} model",
         "parameters": start["parameters"],
         "replicas": run.replicas,
         "steps": start["steps"],
@@ -210,15 +210,24 @@ def _setting(run: History) -> str:
 
 
 def _labels(runs: Sequence[History]) -> list[str]:
-    """The method, and what sets a run apart from others of the same method."""
+    """The method, and what sets a run apart from most others of the same method."""
     labels = []
     for run in runs:
         others = [other for other in runs if other.method == run.method]
-        apart = [key for key in run.numbers if any(other.numbers.get(key) != run.numbers[key] for other in others)]
-        how = ["as processes" if not run.simulated else "simulated"] if len({o.simulated for o in others}) > 1 else []
-        words = [f"{key.replace('_', ' ')} {run.numbers[key]}" for key in apart if run.numbers[key] is not None]
-        labels.append(", ".join([run.method, *words, *how]))
+        words = [
+            f"{key.replace('_', ' ')} {value}"
+            for key, value in run.numbers.items()
+            if value is not None and not _is_usual(value, [other.numbers.get(key) for other in others])
+        ]
+        if len({other.simulated for other in others}) > 1:
+            words.append("simulated" if run.simulated else "as processes")
+        labels.append(", ".join([run.method, *words]))
     return labels
+
+
+def _is_usual(value: Any, values: Sequence[Any]) -> bool:
+    """More than half have it. No two runs can be usual in all that they differ in, so labels stay apart."""
+    return 2 * sum(value == other for other in values) > len(values)
 
 
 def _on_common_seeds(*rows: Row | None) -> list[float] | None:

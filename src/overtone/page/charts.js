@@ -224,7 +224,9 @@ function picture(view, title) {
   const config = curves(view);
   const text = { display: true, color: colour("--ink"), align: "start" };
   const font = { size: 14 };
-  Object.assign(config.options, { responsive: false, devicePixelRatio: 2, layout: { padding: { top: 24, left: 24, bottom: 24, right: 24 + config.options.layout.padding({ chart: PICTURE }).right } } });
+  const { right } = config.options.layout.padding({ chart: PICTURE });
+  const layout = { padding: { top: 24, left: 24, bottom: 24, right: 24 + right } };
+  Object.assign(config.options, { responsive: false, devicePixelRatio: 2, layout });
   Object.assign(config.options.plugins, {
     title: { ...text, text: title, font: { size: 18, weight: "600" }, padding: { bottom: 2 } },
     subtitle: { ...text, text: view.group.name, color: colour("--muted"), font, padding: { bottom: 16 } },

@@ -17,10 +17,11 @@ function curvesTitle() {
 
 function hint() {
   const silent = group().rows.filter((row) => row.bytes === 0).map((row) => row.label);
+  const level = silent.length ? ` Dashed level: ${silent.join(", ")}, which sends nothing.` : "";
   const simulated = group().runs.some((run) => run.simulated);
   const seeds = group().rows.some((row) => row.seeds.length > 1) ? " Thin lines: single seeds; strong: their mean." : "";
   const what = {
-    bytes: `${state.measure === "loss" ? "Left and low is better." : "Further left: fewer bytes."}${silent.length ? ` Dashed level: ${silent.join(", ")}, which sends nothing.` : ""}`,
+    bytes: (state.measure === "loss" ? "Left and low is better." : "Further left: fewer bytes.") + level,
     steps: "Local steps of one replica.",
     wall: simulated ? "Time the simulation took, all replicas in one process; for time between machines see “On a link”." : "As measured by replica 0.",
     link: "Local steps, latency of each message and bytes over the bandwidth, one after another.",
@@ -47,7 +48,8 @@ function showLines() {
       showCurves();
     });
     const name = el("span", { class: "label" }, row.label);
-    return el("li", {}, el("label", {}, input, swatch(styles.of(row.label)), name, el("span", { class: "dim end" }, maybe(state.measure === "loss" ? row.loss : row.metrics?.[state.measure], (value) => fixed(value)))));
+    const end = maybe(state.measure === "loss" ? row.loss : row.metrics?.[state.measure], (value) => fixed(value));
+    return el("li", {}, el("label", {}, input, swatch(styles.of(row.label)), name, el("span", { class: "dim end" }, end)));
   });
   byId("lines").replaceChildren(...entries);
 }

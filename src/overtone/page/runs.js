@@ -50,7 +50,8 @@ function figure([title, steps, values, write, fromZero = true], style) {
   const [low, high] = known.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
   const said = `${title}: from ${write(known[0])} to ${write(known.at(-1))} over ${known.length} values, between ${write(low)} and ${write(high)}`;
   const canvas = el("canvas", { role: "img", "aria-label": said });
-  return { canvas, config: () => small(steps, values, write, style(), fromZero), element: el("figure", {}, el("figcaption", {}, title), el("div", { class: "canvas low" }, canvas)) };
+  const element = el("figure", {}, el("figcaption", {}, title), el("div", { class: "canvas low" }, canvas));
+  return { canvas, element, config: () => small(steps, values, write, style(), fromZero) };
 }
 
 class Runs {

@@ -81,7 +81,7 @@ class FinalTable {
     const head = el("span", { class: "label" }, first.write(row));
     for (const status of statuses) head.append(" ", el("span", { class: "tag" }, status));
     const cells = rest.map((column) => {
-      const cell = el("td", { class: column.text ? null : "number", title: column.hint?.(row) }, column.write(row));
+      const cell = el("td", { class: column.text ? "words" : "number", title: column.hint?.(row) }, column.write(row));
       const share = column.bar?.(row);
       if (share > 0) cell.append(el("span", { class: "share", style: `--share: ${Math.min(1, share)}`, "aria-hidden": "true" }));
       return cell;

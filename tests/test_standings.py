@@ -1,0 +1,216 @@
+"""What a run's log tells, which runs may be compared, and what the table says of them."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import overtone
+from overtone import history, report, settings, standings, table
+from overtone.config import MethodChoice, Simulation, Training
+from overtone.network import Link
+from overtone.runlog import RunLogError
+from overtone.simulation import simulate
+from overtone.tasks import Language, TaskOptions
+
+Tell = Callable[..., history.History]
+
+
+@pytest.fixture
+def tell(tmp_path: Path) -> Tell:
+    """A finished run by its log alone: three validations, the last of which is this loss."""
+
+    def write(method: str, loss: float, sent: int = 1000, *, seed: int = 0, ended: bool = True, **more: Any) -> Any:
+        numbers, steps = more.pop("numbers", {}), more.pop("steps", 30)
+        config = Simulation(choice=MethodChoice(method, **numbers), seed=seed, replicas=more.pop("replicas", 4))
+        row = config.choice.build()
+        start = {
+            "event": "start", "step": 0, "simulated": True, "method": method, "numbers": row.numbers(),
+            "consensus": row.consensus, "parameters": 1000, "steps": steps, "unit": "tokens", "units_per_step": 64,
+            "data": {"name": "a text", "fingerprint": "f00"}, "config": settings.flat(config.resolved()),
+            "environment": {"overtone": "0.1.0", "versions": {"torch": "2"}, "command": ["overtone"], "world": 1},
+            **more,
+        }  # fmt: skip
+        lines: list[dict[str, Any]] = [start]
+        for step in (10, 20, 30):
+            so_far = {"bytes_sent": sent * step // 30, "bytes_received": 0, "hops": step, "seconds": 1.0, "units": 0}
+            shown = 9 - step * (9 - loss) / 30
+            lines.append({"event": "train", "step": step, "loss": shown, **so_far})
+            ends = {"rounds": 3, "rounds_finish": 0, "waiting_share": 0.5, "bytes": {}} if step == 30 else {}
+            lines.append(
+                {
+                    "event": "finish" if step == 30 else "eval",
+                    "step": step,
+                    "metrics": {"loss": shown},
+                    "drift": 0.1,
+                    "metrics_average": {"loss": shown + 1},
+                    **so_far,
+                    **ends,
+                }
+            )
+        folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        lines = lines if ended else lines[:-2]
+        (folder / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return history.load(folder)
+
+    return write
+
+
+def one_group(*runs: history.History) -> standings.Group:
+    (group,) = standings.groups(runs)
+    return group
+
+
+def test_gain_and_ratios(tell: Tell) -> None:
+    group = one_group(tell("alone", 3.0, 0), tell("ddp", 1.9, 10_000), tell("diloco", 2.0), tell("decoupled", 2.1, 50))
+    versus = {row.label: group.versus(row) for row in group.rows}
+    assert versus["decoupled"].less_than_diloco == 20
+    assert versus["decoupled"].less_than_ddp == 200
+    assert versus["decoupled"].loss_vs_diloco == pytest.approx(0.05)
+    assert versus["decoupled"].gain_kept == pytest.approx(0.9)
+    assert versus["alone"].gain_kept == 0
+    assert math.isinf(versus["alone"].less_than_diloco or 0)
+    assert versus["ddp"].less_than_diloco == 0.1
+    headers, body = table.cells(group)
+    assert [line[0] for line in body] == ["alone", "ddp", "diloco", "decoupled"]
+    assert body[3][headers.index("bytes vs DiLoCo")] == "20x fewer"
+    assert body[1][headers.index("bytes vs DiLoCo")] == "10x more"
+    assert body[0][headers.index("bytes vs DiLoCo")] == "nothing"
+
+
+def test_rows_are_compared_on_the_seeds_that_both_have(tell: Tell) -> None:
+    """A lucky second seed of the reference must not be held against a row that has only the first."""
+    group = one_group(
+        tell("alone", 3.0, 0), tell("alone", 3.0, 0, seed=1), tell("diloco", 2.0), tell("diloco", 1.0, seed=1),
+        tell("decoupled", 2.0),
+    )  # fmt: skip
+    diloco, decoupled = (next(row for row in group.rows if row.method == name) for name in ("diloco", "decoupled"))
+    assert (diloco.loss, diloco.spread, diloco.seeds) == (1.5, 1.0, [0, 1])
+    assert decoupled.spread is None
+    assert group.versus(decoupled).loss_vs_diloco == 0
+    assert group.versus(decoupled).gain_kept == 1
+    assert table.loss_words(diloco) == "1.500 ± 0.500"
+
+
+def test_the_reference_is_the_best_of_the_most_talkative(tell: Tell) -> None:
+    group = one_group(
+        tell("diloco", 2.0, 400, numbers={"every": 10, "outer_lr": 0.9}),
+        tell("diloco", 2.1, 400, numbers={"every": 10, "outer_lr": 0.7}),
+        tell("diloco", 1.9, 100, numbers={"every": 40, "outer_lr": 0.9}),
+    )
+    assert group.diloco is not None
+    assert group.diloco.label == "diloco"  # what most of them have goes without saying
+    assert {row.label for row in group.rows} == {"diloco", "diloco, outer lr 0.7", "diloco, every 40"}
+
+
+def test_without_references_nothing_is_claimed(tell: Tell) -> None:
+    group = one_group(tell("decoupled", 2.0), tell("alone", 3.0, 0))
+    assert all(value is None for row in group.rows for value in vars(group.versus(row)).values())
+    headers, _ = table.cells(group)
+    assert "gain kept" not in headers
+    worse = one_group(tell("alone", 2.0, 0), tell("diloco", 2.5), tell("decoupled", 2.2))
+    assert all(worse.versus(row).gain_kept is None for row in worse.rows)  # DiLoCo gained nothing to keep
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"data": {"name": "b text"}}, "data (b text instead of a text)"),
+        ({"data": {"name": "a text", "fingerprint": "bad"}}, "same name, other contents"),
+        ({"parameters": 2000}, "parameters (2,000 instead of 1,000)"),
+        ({"replicas": 8}, "replicas (8 instead of 4)"),
+        ({"units_per_step": 128}, "units (15,360 instead of 7,680)"),
+        ({"steps": 60}, "steps (60 instead of 30)"),
+    ],
+)
+def test_what_may_not_be_compared_is_set_apart(tell: Tell, other: dict[str, Any], told: str) -> None:
+    first, second = standings.groups([tell("diloco", 2.0), tell("decoupled", 1.0, **other)])
+    assert told in (standings.difference(second, first) or "")
+    assert second.versus(second.rows[0]).loss_vs_diloco is None
+    shown = report.data([first, second], title="t")
+    assert told in shown["groups"][1]["note"]
+    assert shown["groups"][0]["note"] is None
+
+
+def test_without_consensus_there_are_two_rows(tell: Tell) -> None:
+    group = one_group(tell("published", 2.0), tell("diloco", 2.0))
+    mine = {row.label: row for row in group.rows}
+    assert mine["published"].loss == 2.0
+    assert mine["published, mean"].loss == 3.0
+    assert mine["published"].drift == 0.1
+    assert any("no shared model" in mark for mark in mine["published"].marks)
+    assert not mine["diloco"].marks
+
+
+def test_what_went_wrong_is_marked_and_never_dropped(tell: Tell, tmp_path: Path) -> None:
+    group = one_group(
+        tell("alone", 3.0, 0), tell("ddp", math.nan), tell("diloco", 2.0, ended=False), tell("decoupled", 12.0)
+    )
+    marks = {row.label: row.marks for row in group.rows}
+    assert marks == {
+        "alone": [],
+        "ddp": ["diverged"],
+        "diloco": ["cut off at step 20 of 30"],
+        "decoupled": ["diverged"],  # worse than it began
+    }
+    shown = report.data([group], title="t")
+    assert [run["status"] for run in shown["groups"][0]["runs"]] == ["finished", "diverged", "running", "diverged"]
+    report.write(tmp_path / "page.html", group.runs, title="NaN")
+    assert "NaN" not in (tmp_path / "page.html").read_text().split('id="data"')[1].split("</script>")[0].replace(
+        '"title":"NaN"', ""
+    )
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "page.csv").read_text())))
+    assert len(rows) == 4
+    assert rows[1]["marks"] == "diverged"
+
+
+def test_several_sizes_make_a_scaling_chart(tell: Tell) -> None:
+    runs = [
+        tell(method, 2.0 + k / 100, replicas=k, steps=240 // k, numbers={"every": 10}, seed=seed)
+        for method in ("diloco", "decoupled")
+        for k in (2, 4, 8)
+        for seed in (0, 1)
+    ]
+    scaling = report.data(standings.groups(runs), title="t")["scaling"]
+    assert [series["x"] for series in scaling["series"]] == [[2, 4, 8], [2, 4, 8]]
+    assert report.data(standings.groups(runs[:2]), title="t")["scaling"] is None
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda _: None, "holds no run"),
+        (lambda folder: (folder / "run.jsonl").write_text(""), "no beginning"),
+        (lambda folder: (folder / "run.jsonl").write_text('{"event": "start", "step": 0}\n'), "make the run again"),
+        (lambda folder: (folder / "run.jsonl").write_text('{"a": 1}\n{"event": "x", "step": 1}\n'), "line 1"),
+    ],
+)
+def test_what_is_no_run(make: Callable[[Path], None], told: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises(RunLogError, match=told):
+        [history.load(path) for path in history.find([tmp_path])]
+    with pytest.raises(RunLogError, match="no such file"):
+        history.find([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize("name", overtone.METHODS)
+def test_time_on_a_link_follows_from_the_log(name: str, tmp_path: Path) -> None:
+    """The page's formula is the simulator's clock: every method, whatever its exchanges."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 1000)
+    task = TaskOptions(data=str(text), valid_samples=8, language=Language(width=32, layers=1, heads=2))
+    choice = MethodChoice(name, every=None if name in ("alone", "ddp", "demo") else 4)
+    training = Training(steps=12, batch=2)
+    simulate(Simulation(choice=choice, replicas=3, task=task, training=training, out=tmp_path / "run"))
+    run = history.load(tmp_path / "run")
+    link = Link(bandwidth=50e6, latency=0.02)
+    for point in run.evals:
+        passed = point["step"] * 0.1 + link.seconds(point["bytes_sent"], point["bytes_received"], point["hops"])
+        assert passed == pytest.approx(point["simulated_seconds"], rel=1e-6)
+    assert len(run.evals) > 2
