@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from overtone import commands, settings
+from overtone import arguments, settings
 from overtone.config import Run
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,7 @@ def test_every_overtone_command_is_understood(tmp_path: Path, monkeypatch: pytes
     found = commands_of("overtone")
     assert found
     for line in found:
-        commands.parse(shlex.split(line)[1:])
+        arguments.parse(shlex.split(line)[1:])
 
 
 def test_the_example_runs_alone() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from overtone import commands, settings
+from overtone.arguments import parse
 from overtone.config import ConfigError, MethodChoice, Run, Saving, Training
 from overtone.errors import OvertoneError
 from overtone.recipes import RECIPES
@@ -55,7 +56,7 @@ def test_a_mistake_in_a_file_is_named(text: str, told: str, tmp_path: Path) -> N
 
 
 def parsed(*arguments: str) -> Run:
-    command = commands.parse(["train", *arguments])
+    command = parse(["train", *arguments])
     assert isinstance(command, commands.Train)
     return command.settings
 
@@ -117,7 +118,7 @@ def test_an_unknown_recipe_lists_them() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_dry_run_tells_what_a_recipe_costs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    commands.run(commands.parse(["train", "--recipe", name, "--dry-run"]))
+    commands.run(parse(["train", "--recipe", name, "--dry-run"]))
     shown = capsys.readouterr().out
     for word in ("parameters", "sent a round", "memory", "alone", "ddp", "diloco", "published", "decoupled"):
         assert word in shown

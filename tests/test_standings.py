@@ -155,9 +155,9 @@ def test_what_went_wrong_is_marked_and_never_dropped(tell: Tell, tmp_path: Path)
     marks = {row.label: row.marks for row in group.rows}
     assert marks == {
         "alone": [],
-        "ddp": ["diverged"],
+        "ddp": ["diverged: its loss is not finite"],
         "diloco": ["cut off at step 20 of 30"],
-        "decoupled": ["diverged"],  # worse than it began
+        "decoupled": ["diverged: it ended worse than it began"],
     }
     shown = report.data([group], title="t")
     assert [run["status"] for run in shown["groups"][0]["runs"]] == ["finished", "diverged", "running", "diverged"]
@@ -167,7 +167,7 @@ def test_what_went_wrong_is_marked_and_never_dropped(tell: Tell, tmp_path: Path)
     )
     rows = list(csv.DictReader(io.StringIO((tmp_path / "page.csv").read_text())))
     assert len(rows) == 4
-    assert rows[1]["marks"] == "diverged"
+    assert rows[1]["marks"] == "diverged: its loss is not finite"
 
 
 def test_several_sizes_make_a_scaling_chart(tell: Tell) -> None:

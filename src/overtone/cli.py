@@ -14,11 +14,11 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"overtone: the command line needs {error.name}; pip install 'overtone[cli]'")
 
-    from overtone import commands
+    from overtone import arguments, commands
     from overtone.errors import OvertoneError
 
     try:
-        commands.run(commands.parse(sys.argv[1:]))
+        commands.run(arguments.parse(sys.argv[1:]))
     except OvertoneError as error:
         if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a replica that did not get as far as being one
             from overtone import launch

@@ -19,10 +19,10 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from overtone import compare, history, plan, report, rundir, settings, simulation, standings, table
+from overtone import compare, history, plan, report, rundir, simulation, standings, table
 from overtone.config import CodecBench, Comparison, ConfigError, MethodChoice, Run, Simulation, TrainBench, at_least_one
 from overtone.files import write_whole
-from overtone.recipes import RECIPES, demo
+from overtone.recipes import demo
 from overtone.tasks import TaskOptions
 from overtone.watching import LiveTable
 from overtone.words import headline, metrics_line, summary
@@ -103,59 +103,6 @@ class Export:
     """Where to write; must not exist yet."""
 
 
-def parse(arguments: Sequence[str]) -> object:
-    """The command that these arguments of the command line say."""
-    train = Train(settings=_base(arguments)) if arguments[:1] == ["train"] else Train()
-    kinds = (
-        Annotated[Train, tyro.conf.subcommand("train", default=train)]
-        | Annotated[Simulation, tyro.conf.subcommand("simulate")]
-        | Annotated[Demo, tyro.conf.subcommand("demo")]
-        | Annotated[Comparison, tyro.conf.subcommand("compare")]
-        | Annotated[Report, tyro.conf.subcommand("report")]
-        | Annotated[Plan, tyro.conf.subcommand("plan")]
-        | Annotated[Export, tyro.conf.subcommand("export")]
-        | Annotated[Bench, tyro.conf.subcommand("bench")]
-    )
-    return tyro.cli(
-        kinds,
-        prog="overtone",
-        description="Train one model on many machines joined by thin wires.",
-        args=list(arguments),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-    )
-
-
-def _base(arguments: Sequence[str]) -> Run:
-    """What the flags start from: a recipe, a file or an earlier run, each if there is one."""
-    if (told := settings.told(Run())) is not None:
-        return told
-    recipe, config, resume, out = (_value_of(arguments, f"--{flag}") for flag in ("recipe", "config", "resume", "out"))
-    run = Run()
-    if recipe is not None:
-        if recipe not in RECIPES:
-            raise ConfigError(f"recipe {recipe!r}: unknown; there are {', '.join(RECIPES)}")
-        run = RECIPES[recipe]()
-    if resume is not None:
-        if out is not None:
-            raise ConfigError(f"out={out}: a resumed run stays where it is, in {resume}; leave --out away")
-        rundir.refuse_unused(Path(resume), "resume")
-        run = replace(settings.load(Path(resume) / rundir.CONFIG, run), out=Path(resume))
-    if config is not None:
-        run = settings.load(Path(config), run)
-    return run
-
-
-def _value_of(arguments: Sequence[str], flag: str) -> str | None:
-    """The last one counts, as everywhere on the command line."""
-    found = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
-        if argument == flag:
-            found = following
-        elif argument.startswith(f"{flag}="):
-            found = argument.partition("=")[2]
-    return found
-
-
 @singledispatch
 def run(command: object) -> None:
     raise TypeError(f"no such command: {command!r}")
@@ -176,25 +123,34 @@ def _(command: Simulation) -> None:
 
 @run.register
 def _(command: Demo) -> None:
-    run(replace(demo(command.steps), workers=command.workers, out=command.out or rundir.fresh("demo")))
+    folder = command.out or rundir.fresh("demo")
+    _compare(replace(demo(command.steps), workers=command.workers), folder, _again(command.out, folder))
 
 
 @run.register
 def _(command: Comparison) -> None:
     folder = command.out or rundir.fresh("compare")
-    cells = compare.cells(command, folder)
-    workers = command.workers or (1 if command.processes else os.cpu_count() or 1)
-    again = shlex.join(["overtone", *sys.argv[1:], *([] if _value_of(sys.argv, "--out") else ["--out", str(folder)])])
+    _compare(command, folder, _again(command.out, folder))
+
+
+def _again(out: Path | None, folder: Path) -> str:
+    """This very command, said so that it goes on where it stopped."""
+    return shlex.join(["overtone", *sys.argv[1:], *([] if out else ["--out", str(folder)])])
+
+
+def _compare(asked: Comparison, folder: Path, again: str) -> None:
+    cells = compare.cells(asked, folder)
+    workers = asked.workers or (1 if asked.processes else os.cpu_count() or 1)
     try:
         with rundir.claim(folder), LiveTable(err, cells) as live:
             states = compare.make(cells, workers=workers, watch=live)
     except KeyboardInterrupt:
-        err.print(f"overtone: interrupted; what is finished is kept, and this goes on with the rest:\n{again}",
-                  highlight=False, markup=False, soft_wrap=True)  # fmt: skip
+        err.print("overtone: interrupted; what is finished is kept, and this goes on with the rest:", highlight=False)
+        err.print(again, highlight=False, markup=False, soft_wrap=True)
         sys.exit(130)
     runs = [found for cell in cells if (found := cell.history()) is not None]
     if runs:
-        _tell_standings(runs, folder / "report.html", command.title or "overtone: methods side by side", again)
+        _tell_standings(runs, folder / "report.html", asked.title, again)
     failed = {folder.name: state.words for folder, state in states.items() if state.state == "failed"}
     if failed:
         name, words = next(iter(failed.items()))

@@ -174,7 +174,7 @@ class Comparison:
     """Runs at a time; by default one for each core, and one with --processes."""
     out: Path | None = None
     """Where the runs and the page go; by default a new directory below runs/."""
-    title: str | None = None
+    title: str = "overtone: methods side by side"
     """Of the page."""
     eval_every: int | None = None
     """Steps between validations; a tenth of all steps by default, up to the next round."""

@@ -86,23 +86,29 @@ class History:
     @property
     def status(self) -> str:
         """finished, diverged, stopped (it said so) or cut off (it did not: killed, or still running)."""
-        loss, losses = self.loss(), [r["loss"] for r in self.all("train")]
-        if any(not math.isfinite(x) for x in [*losses[-1:], *([] if loss is None else [loss])]):
+        if self._divergence:
             return "diverged"
         if self.finish is not None:
-            return "diverged" if losses and loss is not None and loss > losses[0] else "finished"
+            return "finished"
         return "stopped" if self.all("stop") else "cut off"
+
+    @cached_property
+    def _divergence(self) -> str:
+        trained, seen = ([r["loss"] for r in self.all("train")], [r["metrics"]["loss"] for r in self.evals])
+        if not all(map(math.isfinite, [*trained[-1:], *seen[-1:]])):
+            return "diverged: its loss is not finite"
+        if self.finish is not None and trained and seen[-1] > max(trained[0], seen[0]):
+            return "diverged: it ended worse than it began"
+        return ""
 
     @property
     def marks(self) -> list[str]:
         """What a reader must know before comparing it."""
-        found = []
-        if self.status == "diverged":
-            found.append("diverged")
+        found = [self._divergence] if self._divergence else []
         if self.finish is None:
             said = self.all("stop")
-            why = f": {said[-1]['why']}" if said else ""
-            found.append(f"{self.status} at step {self.steps_done} of {self.start['steps']}{why}")
+            how = f"stopped at step {self.steps_done}" if said else f"cut off at step {self.steps_done}"
+            found.append(f"{how} of {self.start['steps']}" + (f": {said[-1]['why']}" if said else ""))
         if any(r.get("folded") for r in self.all("resume")):
             found.append(f"went on from {self.start['from_replicas']} replicas")
         return found

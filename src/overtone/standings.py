@@ -227,7 +227,7 @@ def _labels(runs: Sequence[History]) -> list[str]:
 
 def _is_usual(value: Any, values: Sequence[Any]) -> bool:
     """More than half have it. No two runs can be usual in all that they differ in, so labels stay apart."""
-    return 2 * sum(value == other for other in values) > len(values)
+    return 2 * sum(1 for other in values if other == value) > len(values)
 
 
 def _on_common_seeds(*rows: Row | None) -> list[float] | None:
