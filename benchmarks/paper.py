@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from overtone import compare, history, report, runlog
+from overtone import compare, history, report, rundir, runlog
 from overtone.compare import Cell
 from overtone.config import Comparison, Training
 from overtone.tasks import Image, Language, TaskOptions
@@ -136,9 +136,11 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.monotonic()
     all_cells = list(study())
-    console = Console(stderr=True)
-    with LiveTable(console, all_cells) as live:
-        states = compare.make(all_cells, workers=args.workers, watch=live)
+    try:
+        with rundir.claim(RUNS), LiveTable(Console(stderr=True), all_cells) as live:
+            states = compare.make(all_cells, workers=args.workers, watch=live)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; `make paper` goes on with what is left")
     failed = [f"{folder}: {state.words}" for folder, state in states.items() if state.state == "failed"]
     if failed:
         sys.exit("\n".join(failed))

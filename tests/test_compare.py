@@ -2,17 +2,20 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from overtone import compare, history, settings
+from overtone.arguments import parse
 from overtone.config import Comparison, ConfigError, Run, Simulation
 from overtone.errors import MethodError
 from overtone.simulation import simulate
@@ -74,9 +77,9 @@ def test_a_cell_is_what_its_command_makes(made: tuple[Path, str]) -> None:
         assert alone["anchor_fingerprint"] == found.finish["anchor_fingerprint"]
         assert alone["val_loss"] == found.finish["metrics"]["loss"]
         assert alone["bytes_sent"] == found.finish["bytes_sent"]
-        words = found.command().split()
-        assert words[:2] == ["overtone", "simulate"]
-        assert "--out" not in words
+        again = parse(shlex.split(found.command())[1:])
+        assert isinstance(again, Simulation)
+        assert {**settings.flat(again.resolved()), "out": found.config["out"]} == found.config
 
 
 def test_what_is_finished_is_kept_and_the_rest_is_made_again(
@@ -122,11 +125,52 @@ def test_interrupted_it_goes_on(text: Path, tmp_path: Path) -> None:
     assert "gain kept" in stdout
 
 
-def test_other_numbers_are_not_mixed_in(made: tuple[Path, str], text: Path) -> None:
-    code, _, stderr = run(made[0], text, steps=24)
+@pytest.mark.parametrize(
+    ("flags", "steps", "told"),
+    [
+        ([], 24, "was run with steps=12, and 24 is asked for now"),
+        (["--replicas", "3"], 12, "was run with replicas=4, and 3 is asked for now"),
+        (["--bandwidth", "10"], 12, "was run with bandwidth=50.0, and 10.0 is asked for now"),
+        (["--processes"], 12, "was run with simulated=True, and False is asked for now"),
+    ],
+)
+def test_other_numbers_are_not_mixed_in(
+    flags: list[str], steps: int, told: str, made: tuple[Path, str], text: Path
+) -> None:
+    before = logs(made[0])
+    code, _, stderr = run(made[0], text, *flags, steps=steps)
     assert code == 1
-    assert "was run with steps=12, and 24 is asked for now" in stderr
+    assert told in " ".join(stderr.split())
     assert "Traceback" not in stderr
+    assert logs(made[0]) == before
+
+
+def test_real_replicas_save_before_they_stop_and_go_on(text: Path, tmp_path: Path) -> None:
+    """Asked to end, the comparison asks its run to; the same command goes on from there, to the same end."""
+    flags, more = ("--processes", "--replicas", "2", "--log-every", "1"), {"methods": ["decoupled"], "steps": 400}
+    out = tmp_path / "out"
+    process = begin(out, text, *flags, **more)
+    deadline = time.monotonic() + 120
+    while b'"round"' not in logs(out).get("decoupled-seed0", b""):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    cell = out / compare.CELLS / "decoupled-seed0"
+    (stop,) = history.load(cell).all("stop")
+    assert 0 < stop["step"] < 400
+    assert history.load(cell).status == "stopped"
+    code, _, stderr = run(out, text, *flags, **more)
+    assert code == 0, stderr
+    resumed = history.load(cell)
+    assert resumed.all("resume")[0]["step"] == stop["step"]
+    known = settings.flat(Simulation())
+    given = {key: value for key, value in resumed.config.items() if key in known and value is not None}
+    virtual = simulate(replace(settings.updated(Simulation(), given, "test"), out=None))
+    assert resumed.finish is not None
+    assert resumed.finish["anchor_fingerprint"] == virtual["anchor_fingerprint"]
 
 
 def test_a_run_that_diverges_is_marked_and_the_others_go_on(text: Path, tmp_path: Path) -> None:
@@ -143,8 +187,10 @@ def test_a_run_that_diverges_is_marked_and_the_others_go_on(text: Path, tmp_path
 def test_a_run_that_cannot_start_is_named(tmp_path: Path) -> None:
     code, _, stderr = run(tmp_path / "out", tmp_path / "missing.txt", methods=["alone", "decoupled"])
     assert code == 1
-    assert "2 of 2 runs failed, first alone-seed0: data" in stderr
-    assert "missing.txt: no such file" in stderr
+    told = " ".join(stderr.split())
+    assert "2 of 2 runs failed, first alone-seed0: data" in told
+    assert "missing.txt: no such file" in told
+    assert "no such file" in (tmp_path / "out" / compare.CELLS / "alone-seed0" / "stderr.txt").read_text()
 
 
 def test_real_processes_end_where_virtual_replicas_do(made: tuple[Path, str], text: Path, tmp_path: Path) -> None:
@@ -177,7 +223,10 @@ def test_real_processes_end_where_virtual_replicas_do(made: tuple[Path, str], te
         (["decoupled:keep"], "keep: a method's numbers are key=value"),
         (["decoupled:seed=3"], "seed=3: a method's numbers"),
         (["decoupled:keep=many"], 'keep = "many": must be a whole number'),
-        (["decoupled:keep=8", "decoupled:keep= 8"], "given twice"),
+        (["decoupled:keep=8", "decoupled:keep= 8"], "the same run as decoupled:keep=8"),
+        (["decoupled", "decoupled:keep=128"], "the same run as decoupled"),
+        (["decoupled", "decoupled"], "one of them is given twice"),
+        (["decoupled:keep=8,keep=16"], "keep is given twice"),
         ([], "methods: at least one"),
     ],
 )

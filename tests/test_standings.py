@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import overtone
 from overtone import history, report, settings, standings, table
-from overtone.config import MethodChoice, Simulation, Training
+from overtone.config import ConfigError, MethodChoice, Simulation, Training
 from overtone.network import Link
 from overtone.runlog import RunLogError
 from overtone.simulation import simulate
@@ -133,9 +134,11 @@ def test_what_may_not_be_compared_is_set_apart(tell: Tell, other: dict[str, Any]
     first, second = standings.groups([tell("diloco", 2.0), tell("decoupled", 1.0, **other)])
     assert told in (standings.difference(second, first) or "")
     assert second.versus(second.rows[0]).loss_vs_diloco is None
+    assert first.name != second.name
     shown = report.data([first, second], title="t")
     assert told in shown["groups"][1]["note"]
     assert shown["groups"][0]["note"] is None
+    assert told in table.markdown([first, second])
 
 
 def test_without_consensus_there_are_two_rows(tell: Tell) -> None:
@@ -156,11 +159,11 @@ def test_what_went_wrong_is_marked_and_never_dropped(tell: Tell, tmp_path: Path)
     assert marks == {
         "alone": [],
         "ddp": ["diverged: its loss is not finite"],
-        "diloco": ["cut off at step 20 of 30"],
+        "diloco": ["unfinished at step 20 of 30"],
         "decoupled": ["diverged: it ended worse than it began"],
     }
     shown = report.data([group], title="t")
-    assert [run["status"] for run in shown["groups"][0]["runs"]] == ["finished", "diverged", "running", "diverged"]
+    assert [run["status"] for run in shown["groups"][0]["runs"]] == ["finished", "diverged", "unfinished", "diverged"]
     report.write(tmp_path / "page.html", group.runs, title="NaN")
     assert "NaN" not in (tmp_path / "page.html").read_text().split('id="data"')[1].split("</script>")[0].replace(
         '"title":"NaN"', ""
@@ -168,6 +171,71 @@ def test_what_went_wrong_is_marked_and_never_dropped(tell: Tell, tmp_path: Path)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "page.csv").read_text())))
     assert len(rows) == 4
     assert rows[1]["marks"] == "diverged: its loss is not finite"
+
+
+def test_claims_are_of_finished_runs_only(tell: Tell) -> None:
+    """A run cut off early has sent little, and proves nothing by it. Nor is it a reference."""
+    group = one_group(
+        tell("alone", 3.0, 0), tell("diloco", 2.0), tell("diloco", 1.0, seed=1, ended=False),
+        tell("decoupled", 2.1, 50, ended=False), tell("ddp", 1.9, ended=False),
+    )  # fmt: skip
+    rows = {row.method: row for row in group.rows}
+    assert all(value is None for value in vars(group.versus(rows["decoupled"])).values())
+    assert group.ddp is None
+    assert (rows["diloco"].loss, rows["diloco"].spread, rows["diloco"].bytes) == (2.0, None, 1000)
+    assert rows["decoupled"].loss is not None
+    assert rows["decoupled"].marks == ["unfinished at step 20 of 30"]
+
+
+def test_a_reference_that_diverged_is_none(tell: Tell) -> None:
+    group = one_group(tell("diloco", math.nan, numbers={"outer_lr": 0.7}), tell("diloco", 2.0), tell("decoupled", 2.0))
+    assert group.diloco is not None
+    assert group.diloco.loss == 2.0
+    lucky = one_group(tell("diloco", 1.0, numbers={"outer_lr": 0.8}), tell("diloco", 2.0), tell("diloco", 2.0, seed=1))
+    assert lucky.diloco is not None
+    assert lucky.diloco.seeds == [0, 1]  # two seeds against one lucky one
+
+
+def test_the_same_run_twice_is_shown_twice(tell: Tell) -> None:
+    group = one_group(tell("diloco", 2.0), tell("diloco", 2.0), tell("decoupled", 2.1))
+    assert {row.label: row.seeds for row in group.rows} == {"diloco": [0], "diloco, again (2)": [0], "decoupled": [0]}
+
+
+def test_another_number_of_replicas_on_the_way(tell: Tell) -> None:
+    run, folded = tell("diloco", 2.0), tell("diloco", 2.0, folded=True, from_replicas=2)
+    records = [{**record, **({"event": "resume"} if record["event"] == "start" else {})} for record in folded.records]
+    first, second = standings.groups([run, history.History(folded.path, records)])
+    assert "other replicas for a part of it" in (standings.difference(second, first) or "")
+    assert second.rows[0].marks == ["had 2 replicas up to step 0"]
+
+
+def test_words_from_a_log_are_no_markup(tell: Tell) -> None:
+    run = tell("diloco", 2.0, ended=False)
+    stopped = history.History(run.path, [*run.records, {"event": "fail", "step": 20, "why": "[/tmp/x] is gone"}])
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table.terminal(one_group(stopped)))
+    assert isinstance(console.file, io.StringIO)
+    assert "stopped at step 20 of 30: [/tmp/x] is gone" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fewer", "told"), [(None, ""), (math.inf, "nothing"), (1.0, "1x"), (43.54, "43.5x fewer"), (0.1, "10x more"),
+                        (3959.7, "3,960x fewer")]
+)  # fmt: skip
+def test_ratios_in_words(fewer: float | None, told: str) -> None:
+    assert table.ratio(fewer) == told
+
+
+def test_the_report_overwrites_no_stranger(tell: Tell, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    runs = [tell("diloco", 2.0)]
+    with pytest.raises(ConfigError, match=r"README\.md is there already"):
+        report.write(tmp_path / "README.html", runs, title="t")
+    with pytest.raises(ConfigError, match=r"ends in \.html"):
+        report.write(tmp_path / "page.md", runs, title="t")
+    for _ in range(2):
+        report.write(tmp_path / "page.html", runs, title="t")
+    assert (tmp_path / "README.md").read_text() == "mine"
 
 
 def test_several_sizes_make_a_scaling_chart(tell: Tell) -> None:
@@ -179,6 +247,10 @@ def test_several_sizes_make_a_scaling_chart(tell: Tell) -> None:
     ]
     scaling = report.data(standings.groups(runs), title="t")["scaling"]
     assert [series["x"] for series in scaling["series"]] == [[2, 4, 8], [2, 4, 8]]
+    assert [series["label"] for series in scaling["series"]] == ["diloco", "decoupled"]
+    other = tell("decoupled", 9.0, replicas=4, steps=60, numbers={"every": 10, "transform": "none"})
+    with_other = report.data(standings.groups([*runs, other]), title="t")["scaling"]
+    assert with_other["series"] == scaling["series"]  # another setting at one size says nothing about sizes
     assert report.data(standings.groups(runs[:2]), title="t")["scaling"] is None
 
 

@@ -14,6 +14,17 @@ def flat(model: nn.Module) -> Tensor:  # (weights and statistics,) float32
     return torch.cat([tensor.detach().float().flatten() for tensor in _floating(model)])
 
 
+def share_of(model: nn.Module, replicas: int) -> Tensor:
+    """What a replica adds to the mean: divided first, so that the sum overflows nowhere."""
+    return flat(model) / replicas
+
+
+def mean_of(total: Tensor) -> Tensor:
+    """What the shares add up to. A mask of the lowest float stays one, whatever rounding did."""
+    limits = torch.finfo(total.dtype)
+    return total.clamp(limits.min, limits.max)
+
+
 @torch.no_grad()
 def with_values(model: nn.Module, values: Tensor) -> nn.Module:
     """A copy of ``model`` that holds these, in the order of `flat`; counters stay as they are."""

@@ -141,6 +141,7 @@ def _again(out: Path | None, folder: Path) -> str:
 def _compare(asked: Comparison, folder: Path, again: str) -> None:
     cells = compare.cells(asked, folder)
     workers = asked.workers or (1 if asked.processes else os.cpu_count() or 1)
+    err.print(f"{len(cells)} runs, into {folder}", highlight=False, markup=False)
     try:
         with rundir.claim(folder), LiveTable(err, cells) as live:
             states = compare.make(cells, workers=workers, watch=live)
@@ -165,12 +166,15 @@ def _(command: Report) -> None:
 
 
 def _tell_standings(runs: Sequence[history.History], file: Path, title: str, again: str | None) -> None:
-    for group in standings.groups(runs):
+    page, *others = report.write(file, runs, title=title, command=again)
+    found = standings.groups(runs)
+    for group in found:
         out.print(headline(group.facts), markup=False)
+        for note in table.notes(group, found[0]):
+            out.print(note, style="yellow", markup=False)
         out.print(table.terminal(group))
     for line in table.LEGEND:
         out.print(line, style="dim", markup=False)
-    page, *others = report.write(file, runs, title=title, command=again)
     out.print(f"page: {page} (and {', '.join(other.name for other in others)})", markup=False)
 
 

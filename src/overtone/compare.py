@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from types import FrameType
+from typing import Any
 
-from overtone import history, rundir, runlog, settings
-from overtone.config import Comparison, ConfigError, MethodChoice, Run, Saving, Simulation
+from overtone import history, rundir, runlog, settings, upkeep
+from overtone.config import Comparison, ConfigError, MethodChoice, Network, Run, Saving, Simulation
 from overtone.history import History
 from overtone.methods import METHODS, takes
 
@@ -53,27 +54,35 @@ class Cell:
 
     def history(self) -> History | None:
         """What there is of it so far; nothing before its log has a first line."""
-        return history.load(self.folder) if runlog.last(self.folder, "start") is not None else None
+        begun = any(runlog.last(self.folder, event) for event in ("start", "resume"))
+        return history.load(self.folder) if begun else None
 
     @property
     def is_done(self) -> bool:
-        """It finished, or it ended in a way that it would end again."""
+        """It finished, or it gave up and would again."""
         found = self.history()
-        return found is not None and (found.finish is not None or (found.simulated and bool(found.all("stop"))))
+        return found is not None and (found.finish is not None or found.failed)
 
 
 def cells(asked: Comparison, folder: Path) -> list[Cell]:
     """All runs of the comparison; a method or number that does not exist is refused before anything runs."""
-    found: dict[str, Cell] = {}
+    if asked.processes and asked.network != Network():
+        raise ConfigError("processes: real replicas talk over the real network; leave bandwidth, latency, step_seconds")
+    found: list[Cell] = []
+    entries: dict[str, str] = {}  # by what they mean
+    for entry in asked.methods:
+        config = configured(asked, entry, 0, folder)
+        meaning = str([config.choice.build().numbers(), settings.flat(replace(config, choice=MethodChoice()))])
+        if meaning in entries:
+            raise ConfigError(f"methods {entry}: the same run as {entries[meaning]}; each once is enough")
+        entries[meaning] = entry
     for seed in asked.seeds:
-        for entry in asked.methods:
-            name = f"{_slug(entry)}-seed{seed}"
-            if name in found:
-                raise ConfigError(f"methods {entry}: given twice (as {found[name].entry}); each once is enough")
-            config = configured(asked, entry, seed, folder / CELLS / name)
-            config.choice.build()
-            found[name] = Cell(entry, folder / CELLS / name, config)
-    return list(found.values())
+        for number, entry in enumerate(asked.methods):
+            place = folder / CELLS / f"{_slug(entry)}-seed{seed}"
+            if any(cell.folder == place for cell in found):  # entries that differ in signs which no path should have
+                place = place.with_name(f"{place.name}-{number}")
+            found.append(Cell(entry, place, configured(asked, entry, seed, place)))
+    return found
 
 
 def configured(asked: Comparison, entry: str, seed: int, out: Path) -> Simulation | Run:
@@ -90,7 +99,11 @@ def configured(asked: Comparison, entry: str, seed: int, out: Path) -> Simulatio
             choice=choice, replicas=asked.replicas, task=asked.task, training=asked.training, network=asked.network,
             eval_every=asked.eval_every, log_every=asked.log_every,
         )  # fmt: skip
-    values = dict(_number(entry, part) for part in numbers.split(",") if part)
+    values: dict[str, Any] = {}
+    for key, value in (_number(entry, part) for part in numbers.split(",") if part):
+        if key in values:
+            raise ConfigError(f"methods {entry}: {key} is given twice")
+        values[key] = value
     return replace(settings.updated(base, values, f"methods {entry}"), seed=seed, out=out)
 
 
@@ -120,7 +133,6 @@ class Progress:
     loss: float | None = None
     bytes: int = 0
     words: str = ""  # what it failed of
-    seconds: float = 0.0
 
 
 Watch = Callable[[dict[Path, Progress]], None]  # by the cells' directories
@@ -129,9 +141,11 @@ Watch = Callable[[dict[Path, Progress]], None]  # by the cells' directories
 def make(found: Sequence[Cell], *, workers: int, watch: Watch) -> dict[Path, Progress]:
     """Run what is not done yet, ``workers`` at a time. A run that fails does not keep the others from running."""
     states = {cell.folder: _before(cell) for cell in found}
+    watch(states)
     waiting = [cell for cell in found if states[cell.folder].state == "waiting"]
     running: list[_Running] = []
     try:
+        _interrupt_on(upkeep.heeded())
         while waiting or running:
             while waiting and len(running) < workers:
                 running.append(_Running(waiting.pop(0)))
@@ -144,8 +158,20 @@ def make(found: Sequence[Cell], *, workers: int, watch: Watch) -> dict[Path, Pro
     finally:
         for one in running:
             one.stop()
+        for one in running:
+            one.wait()
     watch(states)
     return states
+
+
+def _interrupt_on(signals: Sequence[signal.Signals]) -> None:
+    """Asked to end in whatever way, do what Ctrl-C does: no run is left behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        raise KeyboardInterrupt
+
+    for one in signals:
+        signal.signal(one, interrupt)
 
 
 def _before(cell: Cell) -> Progress:
@@ -154,17 +180,23 @@ def _before(cell: Cell) -> Progress:
     if found is None:
         _clear(cell)
         return Progress()
-    wanted = settings.flat(cell.config.resolved(), leave_out=history.ASIDE)
+    wanted = {**settings.flat(cell.config.resolved()), "simulated": isinstance(cell.config, Simulation)}
+    there = {**found.config, "simulated": found.simulated}
     for key, value in wanted.items():
-        if found.config.get(key) != value:
+        if key not in history.PLACE and there.get(key) != value and not _is_same_path(there.get(key), value):
             raise ConfigError(
-                f"{cell.folder}: was run with {key}={found.config.get(key)}, and {value} is asked for now; choose "
-                "another --out, or delete it"
+                f"{cell.folder}: was run with {key}={there.get(key)}, and {value} is asked for now; choose another "
+                "--out, or delete it"
             )
     if cell.is_done:
         return _progress(cell, "kept" if found.finish else "stopped")
     _clear(cell)
     return Progress()
+
+
+def _is_same_path(one: object, other: object) -> bool:
+    """A resumed run remembers its paths as seen from anywhere."""
+    return isinstance(one, str) and isinstance(other, str) and Path(one).resolve() == Path(other).resolve()
 
 
 def _clear(cell: Cell) -> None:
@@ -183,41 +215,48 @@ def _progress(cell: Cell, state: str, words: str = "") -> Progress:
     loss = found.loss() if found.finish else trained[-1]["loss"] if trained else None
     latest = found.finish or (trained[-1] if trained else {})
     words = words or "; ".join(found.marks)
-    return Progress(state, found.steps_done, loss, latest.get("bytes_sent", 0), words, latest.get("seconds", 0.0))
+    return Progress(state, found.steps_done, loss, latest.get("bytes_sent", 0), words)
 
 
 class _Running:
-    """A cell's process. Its own words go into a file, to be told if it fails."""
+    """A cell's process. What it says goes into a file beside its log, which stays if it fails."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
         self.ended = False
-        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        self._said = cell.folder / "stderr.txt"
         command = [sys.executable, "-m", "overtone", *cell.arguments()]
         one_thread = {"OMP_NUM_THREADS": "1"} if isinstance(cell.config, Simulation) else {}
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=self._said, stdin=subprocess.DEVNULL,
-            env={**os.environ, **one_thread},
-        )  # fmt: skip
+        with self._said.open("wb") as said:
+            # A session of its own: Ctrl-C reaches this process, which then asks each run to stop, once.
+            self._process = subprocess.Popen(
+                command,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **one_thread},
+                start_new_session=True,
+            )
 
     def look(self) -> Progress:
         code = self._process.poll()
         if code is None:
             return _progress(self.cell, "running")
         self.ended = True
-        if code == 0:
-            return _progress(self.cell, "done")
-        if self.cell.is_done:
-            return _progress(self.cell, "stopped")
-        return _progress(self.cell, "failed", self._last_words() or f"exit code {code}")
+        if code == 0 or self.cell.is_done:
+            self._said.unlink()
+            return _progress(self.cell, "done" if code == 0 else "stopped")
+        return _progress(self.cell, "failed", f"{self._last_words() or f'exit code {code}'} ({self._said})")
 
     def _last_words(self) -> str:
-        self._said.seek(0)
-        lines = [line.strip() for line in self._said.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in self._said.read_text(errors="replace").splitlines() if line.strip()]
         ours = [line for line in lines if line.startswith("overtone: ")]
         return (ours or lines or [""])[-1].removeprefix("overtone: ")
 
     def stop(self) -> None:
-        """A run of real processes saves first."""
+        """Ask it to. A run of real processes saves first."""
         self._process.terminate()
+
+    def wait(self) -> None:
         self._process.wait()

@@ -187,8 +187,11 @@ class Comparison:
     def __post_init__(self) -> None:
         at_least_one(self, "every", "replicas", "workers", "eval_every", "log_every")
         for name in ("methods", "seeds"):
-            if not getattr(self, name):
+            given = getattr(self, name)
+            if not given:
                 raise ConfigError(f"{name}: at least one")
+            if len(set(given)) < len(given):
+                raise ConfigError(f"{name} {' '.join(map(str, given))}: one of them is given twice")
         for seed in self.seeds:
             _check_seed(seed)
 

@@ -23,6 +23,10 @@ class PeerError(OvertoneError, RuntimeError):
     """A replica could not take part in a round; raised on every rank, naming the one at fault."""
 
 
+class GaveUpError(PeerError):
+    """A replica said that it cannot go on, most often since its numbers are not finite: it would say so again."""
+
+
 class WireError(OvertoneError, ValueError):
     """Bytes that are not a message of this round of this run."""
 

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from overtone import runlog, settings
-from overtone.config import ConfigError, Run, Simulation
+from overtone.config import Run, Simulation
+from overtone.errors import OvertoneError
 from overtone.runlog import Record, RunLogError
 
-# What says nothing about the science of a run: where it ran, what it wrote, which network was imagined.
-ASIDE = frozenset(
+PLACE = frozenset(("out", "json", "device", "threads", "port", "track"))  # where a run is, not what
+# What does not set a row apart: seeds make one row, the runs of a group share replicas, model and data (whatever the
+# path), and when something was written or which network was imagined says nothing about the science.
+ASIDE = PLACE | frozenset(
     (
-        "seed", "out", "json", "device", "threads", "port", "replicas", "bandwidth", "latency", "step_seconds",
-        "eval_every", "log_every", "checkpoint_every", "keep_checkpoints", "track",
+        "seed", "replicas", "task", "model", "data", "tokenizer", "bandwidth", "latency", "step_seconds", "eval_every",
+        "log_every", "checkpoint_every", "keep_checkpoints",
     )
 )  # fmt: skip
 
@@ -63,6 +66,13 @@ class History:
         return int(self.config["replicas"] if self.simulated else self.start["environment"]["world"])
 
     @property
+    def rounds(self) -> int:
+        """Not counting the last messages."""
+        if self.finish is not None:
+            return int(self.finish["rounds"])
+        return max((int(r["index"]) + 1 for r in self.all("round")), default=0)
+
+    @property
     def steps_done(self) -> int:
         return int(self.records[-1]["step"])
 
@@ -85,12 +95,27 @@ class History:
 
     @property
     def status(self) -> str:
-        """finished, diverged, stopped (it said so) or cut off (it did not: killed, or still running)."""
+        """finished, diverged, stopped (it said so) or unfinished (it did not: killed, or still running)."""
         if self._divergence:
             return "diverged"
         if self.finish is not None:
             return "finished"
-        return "stopped" if self.all("stop") else "cut off"
+        return "stopped" if self._stop else "unfinished"
+
+    @cached_property
+    def failed(self) -> bool:
+        """It gave up, and would again."""
+        return bool(self.all("fail"))
+
+    @cached_property
+    def _stop(self) -> Record | None:
+        found = [*self.all("stop"), *self.all("fail")]
+        return found[-1] if found else None
+
+    @cached_property
+    def folds(self) -> list[Record]:
+        """The moments when the run went on with another number of replicas."""
+        return [r for r in self.all("resume") if r["folded"]]
 
     @cached_property
     def _divergence(self) -> str:
@@ -106,11 +131,10 @@ class History:
         """What a reader must know before comparing it."""
         found = [self._divergence] if self._divergence else []
         if self.finish is None:
-            said = self.all("stop")
-            how = f"stopped at step {self.steps_done}" if said else f"cut off at step {self.steps_done}"
-            found.append(f"{how} of {self.start['steps']}" + (f": {said[-1]['why']}" if said else ""))
-        if any(r.get("folded") for r in self.all("resume")):
-            found.append(f"went on from {self.start['from_replicas']} replicas")
+            how = "stopped" if self._stop else "unfinished"
+            why = f": {self._stop['why']}" if self._stop else ""
+            found.append(f"{how} at step {self.steps_done} of {self.start['steps']}{why}")
+        found += [f"had {fold['from_replicas']} replicas up to step {fold['step']}" for fold in self.folds]
         return found
 
     @cached_property
@@ -126,7 +150,7 @@ class History:
         given = {key: value for key, value in self.config.items() if value is not None}
         try:
             config = settings.updated(base, given, str(self.path))
-        except ConfigError:  # of another version: what was typed then
+        except OvertoneError:  # of another version: what was typed then
             return shlex.join(self.start["environment"]["command"])
         config = replace(config, out=None)
         if isinstance(config, Simulation):
@@ -158,7 +182,10 @@ def find(paths: Sequence[Path]) -> list[Path]:
     """The runs at these places: a log, the directory of a run, or one that holds such directories at any depth."""
     found: dict[Path, None] = {}
     for path in paths:
-        if path.is_file() or (path / runlog.NAME).is_file():
+        if path.is_file():
+            found[path.parent if path.name == runlog.NAME else path] = None
+            continue
+        if (path / runlog.NAME).is_file():
             found[path] = None
             continue
         if not path.is_dir():
@@ -167,4 +194,6 @@ def find(paths: Sequence[Path]) -> list[Path]:
         if not below:
             raise RunLogError(f"{path}: holds no run (no {runlog.NAME} in it or below)")
         found |= dict.fromkeys(below)
-    return list(found)
+    if not found:
+        raise RunLogError("runs: give at least one: the directory of a run, or one that holds some")
+    return list({path.resolve(): path for path in found}.values())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from overtone import agreement, fingerprint, greeting, saving
 from overtone.buffers import Buffers
 from overtone.codec import Block
-from overtone.errors import MethodError, ModelError, NotFiniteError, OvertoneError, PeerError
+from overtone.errors import GaveUpError, MethodError, ModelError, NotFiniteError, OvertoneError
 from overtone.exchange import Talk, hold
 from overtone.inner import Closure, InnerStep
 from overtone.kernels import kernels_for
@@ -223,7 +223,7 @@ class Replica:
         for header in heard.headers:
             if header.kind is Kind.FAILURE:
                 why = say.why if header.sender == self.transport.rank else heard.reason(header.sender)
-                raise PeerError(f"round {self.rounds}: rank {header.sender} could not take part: {why}")
+                raise GaveUpError(f"round {self.rounds}: rank {header.sender} could not take part: {why}")
         ranks = [header.sender for header in heard.headers]
         agreement.compare_progress(self.rounds, heard.headers)
         agreement.compare_anchors(self.rounds, ranks, [header.anchor for header in heard.headers])

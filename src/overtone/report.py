@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -13,24 +14,32 @@ from overtone.config import ConfigError, Network
 from overtone.files import write_whole
 from overtone.history import History
 from overtone.runlog import Record
-from overtone.standings import AVERAGE, SHARED, Group, Row, difference, groups
+from overtone.standings import AVERAGE, SHARED, Group, Row, groups, labels
 from overtone.version import __version__
 
 ROUND_COLUMNS = {
     "step": "step", "bytes": "bytes_sent", "drift": "drift_norm", "residual": "residual_norm",
     "waiting": "seconds_waiting",
 }  # fmt: skip
-MOST_ROUNDS = 400  # points of one run's charts per round: more cannot be told apart, and the page must stay small
+FINISH_KEYS = ("rounds", "rounds_finish", "waiting_share", "bytes", "shares")
+MOST = 400  # points of one run's small charts: more cannot be told apart, and the page must stay small
 
 
 def write(file: Path, runs: Sequence[History], *, title: str, command: str | None = None) -> list[Path]:
     """The page, and beside it the table as Markdown and CSV."""
+    if file.suffix != ".html":
+        raise ConfigError(f"report {file}: a page ends in .html; beside it go .md and .csv")
     found = groups(runs)
     texts = {
         file: page.html(data(found, title=title, command=command)),
         file.with_suffix(".md"): f"# {title}\n\n{table.markdown(found)}",
         file.with_suffix(".csv"): table.as_csv(found),
     }
+    for path in texts:
+        if path.exists() and not file.exists():
+            raise ConfigError(
+                f"report {file}: {path.name} is there already, and not of an earlier report; choose another"
+            )
     try:
         for path, text in texts.items():
             write_whole(path, text)
@@ -54,10 +63,9 @@ def data(found: Sequence[Group], *, title: str, command: str | None = None) -> d
 def _group(group: Group, first: Group) -> dict[str, Any]:
     indexes = {id(run): number for number, run in enumerate(group.runs)}
     labels = {id(run): row.label for row in reversed(group.rows) for run in row.runs}
-    apart = difference(group, first)
     return {
         "name": group.name,
-        "note": " ".join([*([apart] if apart else []), *group.notes]) or None,
+        "note": " ".join(table.notes(group, first)) or None,
         "facts": group.facts,
         "link": _link(group.runs[0]),
         "rows": [_row(group, row, [indexes[id(run)] for run in row.runs]) for row in group.rows],
@@ -74,7 +82,7 @@ def _row(group: Group, row: Row, indexes: list[int]) -> dict[str, Any]:
         "seeds": row.seeds,
         "loss": row.loss,
         "spread": row.spread,
-        "losses": [row.losses.get(seed) for seed in row.seeds],
+        "losses": row.losses,
         "metrics": row.metrics,
         "bytes": row.bytes,
         **vars(group.versus(row)),
@@ -83,25 +91,26 @@ def _row(group: Group, row: Row, indexes: list[int]) -> dict[str, Any]:
         "waiting": row.waiting,
         "residual": row.residual,
         "reference": row is group.diloco,
+        "has_diloco": group.diloco is not None,
+        "has_ddp": group.ddp is not None,
         "marks": row.marks,
     }
 
 
 def _run(run: History, label: str) -> dict[str, Any]:
-    rounds = run.all("round")
-    rounds = rounds[:: -(-len(rounds) // MOST_ROUNDS) or 1]
     drifts = [r for r in run.evals if "drift" in r]
     return {
         "label": label,
         "seed": run.seed,
-        "status": "running" if run.status == "cut off" else run.status,
+        "status": run.status,
         "simulated": run.simulated,
         "marks": run.marks,
         "curve": _curve(run),
-        "train": _columns(run.all("train"), step="step", loss="loss"),
-        "rounds": _columns(rounds, **ROUND_COLUMNS),
+        "train": _columns(_thinned(run.all("train")), step="step", loss="loss"),
+        "rounds": _columns(_thinned(run.all("round")), **ROUND_COLUMNS),
+        "rounds_done": run.rounds,
         "spread_of_replicas": _columns(drifts, step="step", value="drift") if drifts else None,
-        "finish": run.finish and {key: run.finish.get(key) for key in ("rounds", "rounds_finish", "bytes", "shares")},
+        "finish": run.finish and {key: run.finish.get(key) for key in FINISH_KEYS},
         "config": {key: str(value) if value == math.inf else value for key, value in run.config.items()},
         "environment": run.start["environment"],
         "command": run.command(),
@@ -119,20 +128,25 @@ def _curve(run: History) -> dict[str, list[Any]]:
     return columns
 
 
+def _thinned(records: Sequence[Record]) -> Sequence[Record]:
+    """Every so many, and the last."""
+    stride = -(-len(records) // MOST) or 1
+    return records if stride == 1 else [*records[:-1:stride], records[-1]]
+
+
 def _columns(records: Sequence[Record], **names: str) -> dict[str, list[Any]]:
     return {column: [record.get(key) for record in records] for column, key in names.items()}
 
 
 def _link(run: History) -> dict[str, float]:
     """The virtual network of the run. A real run has none: then the default one, and the step it really took."""
-    keys = ("bandwidth", "latency", "step_seconds")
+    link = {key: getattr(Network(), key) for key in ("bandwidth", "latency", "step_seconds")}
     if run.simulated:
-        return {key: run.config[key] for key in keys}
-    link = {key: getattr(Network(), key) for key in keys}
-    if run.finish and run.finish.get("seconds"):
-        link["step_seconds"] = round(
-            run.finish["seconds"] * run.finish["shares"]["inner steps"] / run.finish["step"], 4
-        )
+        link |= {key: run.config[key] for key in link if math.isfinite(run.config[key])}
+    elif trained := run.all("train"):
+        last = trained[-1]
+        step_seconds = run.start["units_per_step"] * run.replicas / last["units_per_second"]
+        link["step_seconds"] = round(step_seconds * (1 - last["waiting_share"]), 4)
     return link
 
 
@@ -141,36 +155,40 @@ def _scaling(found: Sequence[Group]) -> dict[str, Any] | None:
     alike: dict[str, list[Group]] = {}
     for group in found:
         about = group.facts
-        name = f"{about['data']}, {about['parameters']:,} parameters, {about['units']:,} {about['unit']} in all"
-        alike.setdefault(name, []).append(group)
-    name, most = max(alike.items(), key=lambda item: len(item[1]))
-    if len(most) < 2:
-        return None
-    series: dict[str, dict[int, Row]] = {}
+        same = {key: value for key, value in about.items() if key not in ("replicas", "steps")}
+        alike.setdefault(json.dumps([same, group.runs[0].start["data"]], sort_keys=True), []).append(group)
+    most = max(alike.values(), key=len)
+    rows: dict[str, dict[int, Row]] = {}
     for group in most:
         for row in group.rows:
-            if row.loss is not None:
-                series.setdefault(_essence(row), {})[group.facts["replicas"]] = row
+            if row.finished:
+                rows.setdefault(_setting(row), {})[group.facts["replicas"]] = row
+    several = {setting: sizes for setting, sizes in rows.items() if len(sizes) > 1}
+    if not several:
+        return None
+    firsts = [next(iter(sizes.values())) for sizes in several.values()]
+    names = labels([row.runs[0] for row in firsts], leave_out=WITH_REPLICAS)
+    about = most[0].facts
     return {
         "title": "More replicas, the same data",
-        "note": f"Loss at the end ({name}): twice the replicas take half as many steps each.",
+        "note": f"Loss at the end on {about['data']}: {about['units']:,} {about['unit']} for all of them together.",
         "x": "replicas",
         "series": [
             {
-                "label": label,
-                "x": sorted(rows),
-                "loss": [rows[k].loss for k in sorted(rows)],
-                "low": [min(rows[k].losses.values()) for k in sorted(rows)],
-                "high": [max(rows[k].losses.values()) for k in sorted(rows)],
+                "label": f"{name}, mean" if row.of == AVERAGE else name,
+                "x": sorted(sizes),
+                "loss": [sizes[k].loss for k in sorted(sizes)],
+                "low": [min(sizes[k].losses) for k in sorted(sizes)],
+                "high": [max(sizes[k].losses) for k in sorted(sizes)],
             }
-            for label, rows in series.items()
-            if len(rows) > 1
+            for name, row, sizes in zip(names, firsts, several.values(), strict=True)
         ],
     }
 
 
-def _essence(row: Row) -> str:
-    """The method and its own numbers, as far as they matter when the number of replicas does not."""
-    numbers = row.runs[0].numbers
-    words = [f"{key} {numbers[key]}" for key in ("every", "keep", "outer lr") if numbers.get(key) is not None]
-    return ", ".join([row.method, *words, *(["mean"] if row.of == AVERAGE else [])])
+WITH_REPLICAS = ("steps", "warmup")  # change with their number where the samples are to stay as many
+
+
+def _setting(row: Row) -> str:
+    numbers = {key: value for key, value in row.runs[0].numbers.items() if key not in WITH_REPLICAS}
+    return json.dumps([numbers, row.method, row.of], sort_keys=True)

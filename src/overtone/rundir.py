@@ -31,10 +31,11 @@ def fresh(method: str) -> Path:
     return path
 
 
-def refuse_used(folder: Path) -> None:
+def refuse_used(folder: Path, way_out: str | None = None) -> None:
     """A new run needs a directory that holds none; on each host, where the replicas have disks of their own."""
     if (folder / runlog.NAME).exists():
-        raise RunError(f"run {folder}: holds a run already; --resume {folder} goes on with it, or choose another --out")
+        way_out = way_out or f"--resume {folder} goes on with it, or choose another --out"
+        raise RunError(f"run {folder}: holds a run already; {way_out}")
     if any(True for _ in present(folder / CHECKPOINTS)):
         raise RunError(f"run {folder}: holds checkpoints of another run; delete them, or choose another --out")
 

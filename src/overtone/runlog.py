@@ -88,7 +88,7 @@ def read(path: Path) -> list[Record]:
                 continue
             raise RunLogError(f"{file}, line {number}: not a record of a run log") from None
         if event == "resume":
-            records = [r for r in records if r["step"] <= step and r["event"] not in ("stop", "finish")]
+            records = [r for r in records if r["step"] <= step and r["event"] not in ("stop", "fail", "finish")]
         records.append(record)
     return records
 

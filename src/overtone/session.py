@@ -17,7 +17,7 @@ from torch import nn
 from overtone import average, checkpoint, optimisers, randomness, records, rundir, runlog, settings, track
 from overtone.accounts import Accounts
 from overtone.config import ConfigError, Run
-from overtone.errors import MismatchError
+from overtone.errors import GaveUpError, MismatchError
 from overtone.marks import CheckpointError, Mark, file_of, newest_common
 from overtone.replica import Replica
 from overtone.saver import Saver
@@ -138,7 +138,8 @@ class Session:
     def _say_start(self, event: str, **values: Any) -> None:
         hosts = self.upkeep.tell(runlog.this_host(self.replica.device))
         if self.log is not None:  # the environment takes a moment to find out
-            start = records.beginning(self.config, self.method, self.task, self.replica.model, hosts)
+            config = replace(self.config, replicas=self.size)
+            start = records.beginning(config, self.method, self.task, self.replica.model, hosts)
             self._write(event, folder=str(self.folder), **start, **values)
 
     def _go_on(self) -> Mark | None:
@@ -169,6 +170,9 @@ class Session:
                 return self._told_again()
             self._train()
             return self._finish()
+        except GaveUpError as error:
+            self._write("fail", why=str(error))
+            raise
         finally:
             if self.log is not None:
                 self.log.close()
@@ -245,7 +249,7 @@ class Session:
             return {}
         with self.accounts.during("evaluation"):
             with self.transport.ledger.during("upkeep"):
-                mean = self.transport.sum(average.flat(self.replica.model)) / self.size
+                mean = average.mean_of(self.transport.sum(average.share_of(self.replica.model, self.size)))
             drift = max(self.upkeep.tell(average.drift_of(self.replica.model, mean)))
             return {"metrics_average": evaluate(self.task, average.with_values(self.replica.model, mean)),
                     "drift": drift}  # fmt: skip

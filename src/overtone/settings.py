@@ -94,6 +94,8 @@ def flags(config: object, base: object) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
+        elif str(value).startswith("-"):
+            words.append(f"--{name}={value}")
         else:
             words += [f"--{name}", str(value)]
     return words

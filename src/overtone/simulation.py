@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from overtone import average, optimisers, records, rundir, runlog, settings
 from overtone.config import Simulation
-from overtone.errors import OvertoneError
+from overtone.errors import GaveUpError
 from overtone.network import Link
 from overtone.simulate import Cluster
 from overtone.tasks import Task, load_task
@@ -31,7 +30,7 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
     method, training, network = config.choice.build(), config.training, config.network
     with ExitStack() as stack:
         if config.out is not None:
-            rundir.refuse_used(config.out)
+            rundir.refuse_used(config.out, "choose another --out")
             stack.enter_context(rundir.claim(config.out))
         task = load_task(config.task)
         feeds = {
@@ -51,7 +50,7 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
             step_seconds=network.step_seconds,
             seed=config.seed,
         )
-        story = Story(config, task, cluster, _log(config.out, config))
+        story = Story(config, task, cluster, None if config.out is None else runlog.RunLog(config.out))
         stack.callback(story.close)
         try:
             for step in local_steps(cluster, task, feeds, training):
@@ -59,8 +58,8 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
                 if progress is not None:
                     progress(step.count, float(step.losses[0]))
             closing = story.finish()
-        except OvertoneError as error:  # the same numbers would end here again
-            story.write("stop", why=str(error))
+        except GaveUpError as error:
+            story.write("fail", why=str(error))
             raise
     first, ledger = cluster.replicas[0], cluster.replicas[0].transport.ledger
     return {
@@ -93,13 +92,6 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
         "versions": {"overtone": __version__, "torch": torch.__version__},
         "wall_seconds": time.perf_counter() - begun,
     }
-
-
-def _log(folder: Path | None, config: Simulation) -> runlog.RunLog | None:
-    if folder is None:
-        return None
-    rundir.write_config(folder, settings.toml(replace(config, out=None, json=None)))
-    return runlog.RunLog(folder)
 
 
 @dataclass
@@ -178,7 +170,9 @@ class Story:
         return evaluate(self.task, average.with_values(self.first.model, values))
 
     def _mean(self) -> Tensor:
-        return torch.stack([average.flat(replica.model) for replica in self.cluster.replicas]).mean(dim=0)
+        replicas = self.cluster.replicas
+        shares = [average.share_of(replica.model, len(replicas)) for replica in replicas]
+        return average.mean_of(torch.stack(shares).sum(dim=0))
 
     def _drift(self, mean: Tensor) -> float:
         return max(average.drift_of(replica.model, mean) for replica in self.cluster.replicas)

@@ -8,17 +8,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from overtone.standings import Group, Row
+from overtone.standings import Group, Row, difference
 from overtone.words import human_bytes
 
 LEGEND = (
     "loss: on held-out data, after the last messages; ± half of what lies between the best and the worst seed.",
     "gain kept: the share of DiLoCo's gain over `alone` (one replica, no communication) that survives.",
     "bytes sent: by one replica over the whole run, as its ledger counted them.",
-    "DiLoCo: among the rows of `diloco` that exchange most often, the one with the lowest loss.",
-    "drift: the largest distance of a replica's weights from the mean of all, before the last messages.",
+    "DiLoCo: of the rows of `diloco` that exchange most often those with most seeds, and of these the best.",
+    "drift: between replicas: the largest distance of one's weights from the mean of all, before the last messages.",
 )
 SAME = ("perplexity", "bits_per_byte", "top5")  # say what loss and top1 say already; the page and the CSV have them
 
@@ -39,7 +40,7 @@ def cells(group: Group) -> tuple[list[str], list[list[str]]]:
                 *(number(row.metrics.get(name)) for name in extra),
                 percent(versus.loss_vs_diloco, signed=True),
                 percent(versus.gain_kept),
-                human_bytes(row.bytes),
+                "" if row.bytes is None else human_bytes(row.bytes),
                 ratio(versus.less_than_diloco),
                 ratio(versus.less_than_ddp),
                 percent(row.drift, digits=1),
@@ -50,13 +51,19 @@ def cells(group: Group) -> tuple[list[str], list[list[str]]]:
     return [headers[i] for i in kept], [[line[i] for i in kept] for line in body]
 
 
+def notes(group: Group, first: Group) -> list[str]:
+    """What must be said above it."""
+    apart = difference(group, first)
+    return [*([apart] if apart else []), *group.notes]
+
+
 def terminal(group: Group) -> Table:
     headers, body = cells(group)
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for header in headers:
-        shown.add_column(header, justify="left" if header in ("method", "") else "right")
+        shown.add_column(escape(header), justify="left" if header in ("method", "") else "right")
     for line in body:
-        shown.add_row(*line)
+        shown.add_row(*map(escape, line))
     return shown
 
 
@@ -64,7 +71,7 @@ def markdown(groups: Sequence[Group]) -> str:
     parts = []
     for group in groups:
         headers, body = cells(group)
-        parts += [f"## {group.name}", "", *(f"{note}\n" for note in group.notes)]
+        parts += [f"## {group.name}", "", *(f"{note}\n" for note in notes(group, groups[0]))]
         parts += [_line(headers), _line(["---"] * len(headers)), *map(_line, body), ""]
     return "\n".join([*parts, *(f"- {line}" for line in LEGEND)]) + "\n"
 
@@ -130,4 +137,8 @@ def ratio(fewer: float | None) -> str:
         return "nothing"
     if round(fewer, 3) == 1:
         return "1x"
-    return f"{fewer:.3g}x fewer" if fewer > 1 else f"{1 / fewer:.3g}x more" if fewer else "all"
+    return f"{_times(fewer)}x fewer" if fewer > 1 else f"{_times(1 / fewer)}x more"
+
+
+def _times(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

@@ -16,13 +16,16 @@ function pairs(title, entries) {
   return el("section", {}, el("h3", {}, title), el("div", { class: "scroll" }, el("table", { class: "pairs" }, el("tbody", {}, ...rows))));
 }
 
-function numbersOf(run, row) {
+function numbersOf(run) {
   const entries = [];
   const end = pointAt(run, -1);
   const note = (name, value, write) => value != null && entries.push([name, write(value)]);
   note("rounds", run.finish?.rounds ?? run.rounds.step.length, whole);
   note("rounds of finish", run.finish?.rounds_finish, whole);
-  note("waiting", row?.runs.length === 1 ? row.waiting : null, (value) => percent(value));
+  note("waiting", run.finish?.waiting_share, (value) => percent(value));
+  note("drift of the last round, norm", run.rounds.drift.at(-1), digits);
+  note("residual after it, norm", run.rounds.residual.at(-1), digits);
+  note("distance between replicas", run.spread_of_replicas?.value.at(-1), (value) => percent(value, 1));
   note(run.simulated ? "wall-clock of the simulation" : "wall-clock", end?.seconds, humanSeconds);
   for (const [phase, one] of Object.entries(run.finish?.bytes ?? {})) {
     const waited = one.waiting ? `, ${humanSeconds(one.waiting)} waiting` : "";
@@ -77,18 +80,18 @@ class Runs {
       el("span", { class: "dim end" }, `${maybe(loss, (value) => `loss ${fixed(value)}`)}${end ? `, ${humanBytes(end.bytes)}` : ""}`),
     );
     const details = el("details", {}, summary);
-    details.addEventListener("toggle", () => details.open && details.children.length === 1 && this.fill(details, run, row, style));
+    details.addEventListener("toggle", () => details.open && details.children.length === 1 && this.fill(details, run, style));
     return details;
   }
 
-  fill(details, run, row, style) {
+  fill(details, run, style) {
     const figures = chartsOf(run).map((chart) => figure(chart, style));
     details.append(
       el("div", { class: "inside" },
         run.marks.length ? el("p", { class: "hint" }, run.marks.join("; ")) : null,
         figures.length ? el("div", { class: "figures" }, ...figures.map((one) => one.element)) : null,
         el("div", { class: "columns" },
-          pairs("Numbers", numbersOf(run, row)), pairs("Configuration", flat(run.config)), pairs("Environment", flat(run.environment))),
+          pairs("Numbers", numbersOf(run)), pairs("Configuration", flat(run.config)), pairs("Environment", flat(run.environment))),
         run.command ? el("h3", {}, "Command") : null, run.command ? command(run.command) : null),
     );
     for (const { canvas, config } of figures) {
