@@ -26,6 +26,7 @@ from overtone.methods import METHODS, takes
 
 CELLS = "runs"  # below the comparison's own directory
 POLL = 0.5  # seconds
+FOLLOWS = ("warmup", "eval_every", "checkpoint_every")  # from other numbers, if not given: those are to be named first
 
 
 @dataclass(frozen=True)
@@ -180,9 +181,9 @@ def _before(cell: Cell) -> Progress:
     if found is None:
         _clear(cell)
         return Progress()
-    wanted = {**settings.flat(cell.config.resolved()), "simulated": isinstance(cell.config, Simulation)}
+    wanted = {"simulated": isinstance(cell.config, Simulation), **settings.flat(cell.config.resolved())}
     there = {**found.config, "simulated": found.simulated}
-    for key, value in wanted.items():
+    for key, value in sorted(wanted.items(), key=lambda item: item[0] in FOLLOWS):
         if key not in history.PLACE and there.get(key) != value and not _is_same_path(there.get(key), value):
             raise ConfigError(
                 f"{cell.folder}: was run with {key}={there.get(key)}, and {value} is asked for now; choose another "

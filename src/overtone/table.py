@@ -61,7 +61,8 @@ def terminal(group: Group) -> Table:
     headers, body = cells(group)
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for header in headers:
-        shown.add_column(escape(header), justify="left" if header in ("method", "") else "right")
+        words = header in ("method", "")
+        shown.add_column(escape(header), justify="left" if words else "right", no_wrap=header == "method")
     for line in body:
         shown.add_row(*map(escape, line))
     return shown

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-SCRIPTS = ("dom", "words", "theme", "link", "series", "charts", "table", "runs", "page")
+SCRIPTS = ("dom", "words", "theme", "link", "series", "names", "charts", "table", "runs", "page")
 # Inside a script element these would end it, hide the rest of the page, or break a line of JavaScript.
 ESCAPES = {"</": "<\\/", "<!--": "<\\u0021--", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -23,6 +23,7 @@ def html(data: Mapping[str, Any]) -> str:
     parts = {
         "title": markup.escape(str(data["title"])),
         "style": _text("page.css"),
+        "dark": _text("dark.css"),
         "chart": _text("vendor/chart.umd.min.js"),
         "scripts": "\n".join(_text(f"{name}.js") for name in SCRIPTS),
         "data": _embedded(data),

@@ -3,8 +3,6 @@
 Chart.defaults.animation = false;
 Chart.defaults.maintainAspectRatio = false;
 
-const NARROW = 560; // pixels; below, lines go unnamed in the chart
-
 const drawn = new Map(); // canvas: { chart, config }
 
 function draw(canvas, config) {
@@ -56,65 +54,6 @@ function logScale(title, write) {
   });
 }
 
-const touching = (a, b) => a.x < b.x + b.w && b.x < a.x + a.w && a.y < b.y + b.h && b.y < a.y + a.h;
-
-// Every few pixels along the drawn lines, as tiny boxes.
-function traces(lines) {
-  return lines.flatMap(({ meta }) => meta.data.slice(1).flatMap((to, i) => {
-    const from = meta.data[i];
-    const count = Math.ceil(Math.hypot(to.x - from.x, to.y - from.y) / 6);
-    return Array.from({ length: Math.min(count, 500) }, (_, k) => ({ x: from.x + (k / count) * (to.x - from.x), y: from.y + (k / count) * (to.y - from.y), w: 1, h: 1 }));
-  }));
-}
-
-// Names beside the ends of lines, where there is room: a picture should not need a legend to be read.
-const endLabels = {
-  id: "endLabels",
-  afterDatasetsDraw(chart) {
-    const { ctx, chartArea: area, width } = chart;
-    const lines = chart.data.datasets
-      .map((dataset, i) => ({ dataset, meta: chart.getDatasetMeta(i) }))
-      .filter(({ dataset, meta }) => dataset.main && !dataset.hidden && meta.data.length && (dataset.level || width >= NARROW))
-      .sort((a, b) => a.dataset.order - b.dataset.order);
-    const ends = lines.map(({ dataset, meta }) => ({ dataset, end: dataset.level ? meta.data[0] : meta.data.at(-1) }));
-    const taken = ends.filter(({ dataset }) => !dataset.level).map(({ end }) => ({ x: end.x - 5, y: end.y - 5, w: 10, h: 10 }));
-    const trace = traces(lines);
-    ctx.save();
-    ctx.font = `600 12px ${Chart.defaults.font.family}`;
-    ctx.textBaseline = "middle";
-    ctx.lineJoin = "round";
-    for (const { dataset, end } of ends) {
-      if (end.y < area.top - 1 || end.y > area.bottom) continue;
-      const w = ctx.measureText(dataset.label).width;
-      const at = (x, y) => ({ x: end.x + x, y: end.y + y - 8, w, h: 16 });
-      const beside = [0, -11, 11, -18, 18].map((y) => at(9, y));
-      const around = [at(-w / 2, 17), at(-w / 2, -17), at(-w, 17), at(-w, -17), at(-w - 9, 0)];
-      const free = (dataset.level ? [at(2, -10), at(2, 11)] : [...beside, ...around]).filter((box) =>
-        box.x >= area.left && box.x + w <= width - 2 && box.y > 0 && box.y < area.bottom - 14 && !taken.some((other) => touching(box, other)));
-      if (!free.length) continue;
-      const crossed = free.map((box) => trace.filter((spot) => touching(box, spot)).length);
-      const box = free[crossed.indexOf(Math.min(...crossed))];
-      taken.push(box);
-      ctx.lineWidth = 4;
-      ctx.strokeStyle = colour("--panel");
-      ctx.strokeText(dataset.label, box.x, box.y + 8);
-      ctx.fillStyle = dataset.borderColor;
-      ctx.fillText(dataset.label, box.x, box.y + 8);
-    }
-    ctx.restore();
-  },
-};
-
-// Chart.js would draw the first point's style in a legend; the dash is the line's.
-function legend(datasets, size) {
-  const main = () => datasets.flatMap((dataset, datasetIndex) => (dataset.main && !dataset.hidden ? [{ dataset, datasetIndex }] : []));
-  const entry = ({ dataset, datasetIndex }) => ({
-    text: dataset.label, datasetIndex, fontColor: colour("--ink"), strokeStyle: dataset.borderColor, lineWidth: 2.5, lineDash: dataset.borderDash, pointStyle: "line",
-  });
-  const labels = { font: { size }, usePointStyle: true, pointStyleWidth: 32, padding: 16, generateLabels: () => main().map(entry) };
-  return { display: true, position: "bottom", onClick: null, labels };
-}
-
 // For pictures that leave the page: a canvas is transparent otherwise.
 const background = {
   id: "background",
@@ -126,6 +65,8 @@ const background = {
   },
 };
 
+const AIR = { left: 0, top: 0, right: 8, bottom: 0 }; // a mark at the end of the axis is not cut in half
+
 // The large chart. `view`: { group, axis, measure, whole, log, off, styles }.
 function curves(view) {
   const axis = AXES[view.axis];
@@ -135,21 +76,23 @@ function curves(view) {
   const at = (point) => place(point, view.axis, view.group.link);
   const spots = shown.flatMap((one) => one.seeds.flatMap((seed) => seed.points.map(at))).filter((x) => x > 0);
   const unit = axis.clock ? clockUnit(Math.max(0, ...spots)) : { size: 1 };
-  const edges = [Math.min(...spots), Math.max(...spots)];
-
   const range = view.whole ? {} : usefulRange(shown);
+  const isInside = ({ y }) => y <= (range.max ?? Infinity) && y >= (range.min ?? -Infinity);
+  const inSight = shown.flatMap((one) => one.mean.filter((point, i) => isInside(point) || (one.broken && i === one.mean.length - 1)).map(at));
+  // On a logarithmic axis the first points, high above the range, would take a third of the chart.
+  const edges = [Math.min(...inSight.filter((x) => x > 0), Math.max(...spots)) / 1.5, Math.max(...spots)];
 
-  const dataset = (one, points, more) => {
+  const dataset = (one, points, broken, more) => {
     const data = points.map((point) => ({ ...point, value: point.y, x: at(point) / unit.size, link: linkSeconds(point, view.group.link) }));
     // A line that leaves the range for good ends at its edge, or its cross would not be seen.
-    if (one.broken && data.length && range.max != null) {
+    if (broken && data.length && range.max != null) {
       const edge = 0.02 * (range.max - range.min);
       data.at(-1).y = Math.max(range.min + edge, Math.min(range.max - edge, data.at(-1).y));
     }
     const style = view.styles.of(one.label);
     return {
       label: one.label, hidden: view.off.has(one.label), borderColor: style.color, backgroundColor: style.color, borderDash: style.dash,
-      data: log ? data.filter((point) => point.x > 0) : data, tension: 0, pointHoverRadius: 5, pointHitRadius: 12, ...more,
+      data: log ? data.filter((point) => point.x > 0) : data, tension: 0, clip: AIR, pointHoverRadius: 5, pointHitRadius: 12, ...more,
     };
   };
   const marked = (broken) => ({
@@ -161,17 +104,18 @@ function curves(view) {
   const datasets = all.flatMap((one) => {
     const style = view.styles.of(one.label);
     const order = one.row.reference ? 1 : style.order;
+    const rank = nameRank(one.row);
     if (one.silent && view.axis === "bytes") {
       // A method that sends nothing has no place on a logarithmic axis: its end is a level to compare with.
       const end = one.mean.at(-1);
-      const level = dataset(one, [], { main: true, level: true, order, borderWidth: 1.5, borderDash: [5, 5], pointRadius: 0 });
+      const level = dataset(one, [], false, { main: true, level: true, order, rank, borderWidth: 1.5, borderDash: [5, 5], pointRadius: 0 });
       if (end && spots.length) level.data = edges.map((x) => ({ ...end, value: end.y, x, link: linkSeconds(end, view.group.link) }));
       return [level];
     }
-    const main = dataset(one, one.mean, { main: true, order, borderWidth: style.width, ...marked(one.broken) });
+    const main = dataset(one, one.mean, one.broken, { main: true, order, rank, borderWidth: style.width, ...marked(one.broken) });
     if (one.seeds.length < 2) return [main];
     const seeds = one.seeds.map(({ run, points }) =>
-      dataset(one, points, {
+      dataset(one, points, isBroken(run), {
         seed: run.seed, order: 3, borderWidth: 1, borderColor: style.faint, borderDash: [], ...marked(isBroken(run)),
         ...(isBroken(run) ? {} : { pointRadius: 0 }),
       }));
@@ -181,16 +125,16 @@ function curves(view) {
   const options = baseOptions();
   const title = axis.clock ? `${axis.title}, ${unit.name}` : axis.title;
   const near = shown.filter((one) => one.mean.length && at(one.mean.at(-1)) > 0.85 * edges[1]); // names beside these need room
-  const room = Math.min(150, 16 + 7.5 * Math.max(0, ...near.map((one) => one.label.length)));
-  options.layout = { padding: ({ chart }) => ({ top: 8, right: chart.width < NARROW ? 8 : room }) };
+  const room = 28 + Math.max(0, ...near.map((one) => textWidth(shortened(one.label), nameFont())));
+  options.layout = { padding: ({ chart }) => ({ top: 8, right: chart.width < NARROW ? 8 : Math.min(room, 0.3 * chart.width) }) };
   options.scales = {
     x: log
       ? logScale(title, view.axis === "bytes" ? humanBytes : (value) => digits(value))
-      : scale(title, { type: "linear", min: 0, ticks: { color: colour("--muted"), maxRotation: 0, callback: (value) => whole(value) } }),
+      : scale(title, { type: "linear", min: 0, max: spots.length ? edges[1] / unit.size : 1, ticks: { color: colour("--muted"), maxRotation: 0, includeBounds: false, callback: (value) => whole(value) } }),
     y: scale(view.measure === "loss" ? "validation loss" : readable(view.measure), { ...range, ticks: { color: colour("--muted"), includeBounds: false } }),
   };
-  // A little air around the ends: marks are not cut in half, and names fit beside them.
-  if (log && spots.length) Object.assign(options.scales.x, { min: edges[0] / unit.size / 1.15, max: (edges[1] / unit.size) * 1.3 });
+  // A little air after the ends: marks are not cut in half, and names fit beside them.
+  if (log && spots.length) Object.assign(options.scales.x, { min: edges[0] / unit.size, max: (edges[1] / unit.size) * 1.3 });
   options.plugins.tooltip.callbacks = {
     title: ([item]) => item.dataset.label + (item.dataset.seed == null ? "" : `, seed ${item.dataset.seed}`),
     label: ({ raw }) => [
@@ -214,26 +158,27 @@ function curvesSummary(view) {
     }[view.axis];
     return `${one.label}: ${fixed(end.y)} ${where}${one.broken ? " (did not finish)" : ""}`;
   });
-  return `Lines from the first to the last evaluation. At their ends, ${parts.join("; ") || "no line is switched on"}.`;
+  return `Lines from the first to the last evaluation. At their ends, ${parts.join("; ") || "no line is switched on"}. “Save as CSV” has all values.`;
 }
 
-const PICTURE = { width: 1200, height: 700 };
+const PICTURE = { width: 1200, height: 620, margin: 24 }; // without the legend, which is as high as it must be
 
-// The same chart with title and legend at a fixed size, whatever the screen.
+// The same chart with title and legend at a fixed width, whatever the screen.
 function picture(view, title) {
   const config = curves(view);
   const text = { display: true, color: colour("--ink"), align: "start" };
   const font = { size: 14 };
+  const { width, margin } = PICTURE;
   const { right } = config.options.layout.padding({ chart: PICTURE });
-  const layout = { padding: { top: 24, left: 24, bottom: 24, right: 24 + right } };
+  const legend = legendBelow(config.data.datasets, width - 2 * margin, margin);
+  const layout = { padding: { top: margin, left: margin, bottom: 1.5 * margin + legend.height, right: margin + right } };
   Object.assign(config.options, { responsive: false, devicePixelRatio: 2, layout });
   Object.assign(config.options.plugins, {
     title: { ...text, text: title, font: { size: 18, weight: "600" }, padding: { bottom: 2 } },
     subtitle: { ...text, text: view.group.name, color: colour("--muted"), font, padding: { bottom: 16 } },
-    legend: legend(config.data.datasets, 14),
   });
-  const canvas = el("canvas", PICTURE);
-  const chart = new Chart(canvas, { ...config, plugins: [background, ...config.plugins] });
+  const canvas = el("canvas", { width, height: PICTURE.height + legend.height });
+  const chart = new Chart(canvas, { ...config, plugins: [background, legend.plugin, ...config.plugins] });
   return new Promise((resolve) => canvas.toBlob((blob) => (chart.destroy(), resolve(blob)), "image/png"));
 }
 
@@ -267,7 +212,7 @@ function scaling(part, styles) {
   const places = sorted(new Set(part.series.flatMap((one) => one.x)));
   const datasets = part.series.flatMap((one, index) => {
     const { color, dash } = styles.of(one.label);
-    const aside = 1.02 ** (index - (part.series.length - 1) / 2); // beside each other, or marks would hide marks
+    const aside = Math.min(1.02, 1.15 ** (1 / part.series.length)) ** (index - (part.series.length - 1) / 2); // or marks would hide marks
     const point = (x, y, said) => ({ x: x * aside, y: y ?? null, replicas: x, said });
     const means = one.x.map((x, i) => point(x, one.loss[i], "loss"));
     const marks = one.x.flatMap((x, i) => [point(x, one.low?.[i], "lowest"), point(x, one.high?.[i], "highest"), { x: x * aside, y: null }]);
@@ -287,7 +232,6 @@ function scaling(part, styles) {
     }),
     y: scale("final validation loss", { grace: "8%" }),
   };
-  options.plugins.legend = legend(datasets, 13);
   options.plugins.tooltip.callbacks = {
     title: ([item]) => `${item.dataset.label}, ${item.raw.replicas} ${part.x}`,
     label: ({ raw }) => `${raw.said}  ${fixed(raw.y, 4)}`,

@@ -6,6 +6,10 @@ const PRESETS = [
   { text: "5 Mbit/s, 80 ms", bandwidth: 5, latency: 80 },
 ];
 
+const USUAL = { bandwidth: 50, latency: 20, step_seconds: 0.1 }; // as overtone.config.Network
+
+const linkOf = (given) => Object.fromEntries(Object.entries(USUAL).map(([name, usual]) => [name, given?.[name] ?? usual]));
+
 // As overtone.network.Link.seconds, with the local steps; a link here is in Mbit/s and ms.
 function linkSeconds(point, link) {
   const exchange = (point.hops * link.latency) / 1e3 + (8 * Math.max(point.bytes, point.received)) / (link.bandwidth * 1e6);

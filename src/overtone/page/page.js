@@ -1,6 +1,7 @@
 // The page: what the reader has chosen, and who is told when it changes.
 
 const data = JSON.parse(byId("data").textContent);
+for (const one of data.groups) one.link = linkOf(one.link);
 const styles = new Styles(data.groups);
 const state = { group: 0, axis: "bytes", measure: "loss", whole: false, log: false, off: new Set() };
 const table = new FinalTable(byId("table"), styles);
@@ -26,7 +27,7 @@ function hint() {
     wall: simulated ? "Time the simulation took, all replicas in one process; for time between machines see “On a link”." : "As measured by replica 0.",
     link: "Local steps, latency of each message and bytes over the bandwidth, one after another.",
   }[state.axis];
-  const crossed = group().runs.some(isBroken) ? " A cross: diverged or stopped there." : "";
+  const crossed = group().runs.some(isBroken) ? " A cross: diverged, stopped or not finished there." : "";
   return what + seeds + crossed;
 }
 
@@ -60,10 +61,13 @@ function showScaling() {
   const { title, note, series } = data.scaling;
   byId("scaling-title").textContent = title;
   byId("scaling").setAttribute("aria-label", title);
-  byId("scaling-note").textContent = note ?? "";
+  const seeds = series.some((one) => one.low?.some((low, i) => low !== one.high?.[i])) ? " Marks: the best and the worst seed." : "";
+  byId("scaling-note").textContent = (note ?? "") + seeds;
   const said = series.map((one) => `${one.label}: ${one.x.map((x, i) => `${maybe(one.loss[i], (value) => fixed(value))} at ${x}`).join(", ")}`);
   byId("scaling-summary").textContent = said.join("; ");
-  draw(byId("scaling"), () => scaling(data.scaling, styles));
+  const own = new Styles([{ rows: series.map(({ label }) => ({ label, method: label.split(",")[0] })) }]);
+  byId("scaling-lines").replaceChildren(...series.map(({ label }) => el("li", {}, swatch(own.of(label)), label)));
+  draw(byId("scaling"), () => scaling(data.scaling, own));
 }
 
 function showGroup() {
@@ -114,5 +118,5 @@ showFooter();
 showGroup();
 showScaling();
 
-// For tests and for a reader at the console: what is chosen, every chart by its canvas, and the link's formula.
-window.overtone = { data, state, chart: (canvas) => drawn.get(canvas)?.chart, linkSeconds, rowSeconds };
+// For tests and for a reader at the console: what is chosen, every chart by its canvas, and how numbers are made.
+window.overtone = { data, state, chart: (canvas) => drawn.get(canvas)?.chart, linkSeconds, rowSeconds, fewer };

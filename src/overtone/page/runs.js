@@ -20,12 +20,12 @@ function numbersOf(run) {
   const entries = [];
   const end = pointAt(run, -1);
   const note = (name, value, write) => value != null && entries.push([name, write(value)]);
-  note("rounds", run.finish?.rounds ?? run.rounds.step.length, whole);
+  note("rounds", run.rounds_done, whole);
   note("rounds of finish", run.finish?.rounds_finish, whole);
   note("waiting", run.finish?.waiting_share, (value) => percent(value));
   note("drift of the last round, norm", run.rounds.drift.at(-1), digits);
   note("residual after it, norm", run.rounds.residual.at(-1), digits);
-  note("distance between replicas", run.spread_of_replicas?.value.at(-1), (value) => percent(value, 1));
+  note("drift between replicas", run.spread_of_replicas?.value.at(-1), (value) => percent(value, 1));
   note(run.simulated ? "wall-clock of the simulation" : "wall-clock", end?.seconds, humanSeconds);
   for (const [phase, one] of Object.entries(run.finish?.bytes ?? {})) {
     const waited = one.waiting ? `, ${humanSeconds(one.waiting)} waiting` : "";
@@ -40,10 +40,10 @@ function chartsOf(run) {
   const number = (value) => digits(value);
   return [
     ["bytes sent per round", rounds.step, rounds.bytes, humanBytes],
-    ["drift per round, norm", rounds.step, rounds.drift, number],
-    ["residual per round, norm", rounds.step, rounds.residual, number],
+    ["drift of a round, norm", rounds.step, rounds.drift, number],
+    ["residual after a round, norm", rounds.step, rounds.residual, number],
     ["waiting per round", rounds.step, rounds.waiting, humanSeconds],
-    ["distance between replicas", spread?.step, spread?.value, number],
+    ["drift between replicas", spread?.step, spread?.value, (value) => `${digits(100 * value)}%`],
     ["training loss", train?.step, train?.loss, number, false],
   ].filter(([, steps, values]) => steps?.length && values?.some((value) => value)); // all null or zero: nothing to see
 }
@@ -76,7 +76,7 @@ class Runs {
     const loss = run.curve.loss.findLast((value) => value != null);
     const summary = el(
       "summary", {}, swatch(style()), el("span", { class: "label" }, run.label), el("span", { class: "dim" }, `seed ${run.seed}`),
-      run.status === "finished" ? null : el("span", { class: isBroken(run) ? "tag" : "tag calm" }, run.status),
+      isBroken(run) ? el("span", { class: "tag" }, run.status) : null,
       el("span", { class: "dim end" }, `${maybe(loss, (value) => `loss ${fixed(value)}`)}${end ? `, ${humanBytes(end.bytes)}` : ""}`),
     );
     const details = el("details", {}, summary);

@@ -16,7 +16,7 @@ function measuresOf(group) {
   return ["loss", ...new Set(names)];
 }
 
-const isBroken = (run) => run.status === "diverged" || run.status === "stopped";
+const isBroken = (run) => run.status !== "finished";
 
 // Evaluations without a value (a diverged run's) are left out: its line ends at the last it had.
 function pointsOf(run, column) {
@@ -46,7 +46,13 @@ function meanOf(lines) {
   });
 }
 
-// One line per row: the mean over its seeds where all have a value, and each seed by itself.
+// The runs that a row's numbers are of, as in overtone.standings: those that came to their end, or all if none did.
+function countedOf(runs) {
+  const ended = runs.filter((run) => run.finish);
+  return ended.length ? ended : runs;
+}
+
+// One line per row: the mean over the seeds that count, where all have a value, and each seed by itself.
 function seriesOf(group, measure) {
   return group.rows.flatMap((row) => {
     if (measure !== "loss" && row.of === "average") return []; // other metrics are of the shared model or replica 0
@@ -54,8 +60,9 @@ function seriesOf(group, measure) {
     const column = measure === "loss" ? row.of : measure;
     const seeds = runs.map((run) => ({ run, points: pointsOf(run, column) })).filter((seed) => seed.points.length);
     if (!seeds.length) return [];
-    const mean = meanOf(seeds.map((seed) => seed.points));
-    return [{ row, label: row.label, seeds, mean, broken: runs.some(isBroken), silent: row.bytes === 0 }];
+    const counted = countedOf(seeds.map((seed) => seed.run));
+    const mean = meanOf(seeds.filter((seed) => counted.includes(seed.run)).map((seed) => seed.points));
+    return [{ row, label: row.label, seeds, mean, broken: counted.some(isBroken), silent: row.bytes === 0 }];
   });
 }
 
@@ -63,9 +70,9 @@ function place(point, axis, link) {
   return { bytes: point.bytes, steps: point.step, wall: point.seconds, link: linkSeconds(point, link) }[axis];
 }
 
-// A row's time on the link: the mean over its seeds, as far as they went.
+// A row's time on the link: the mean over the seeds that came to their end; a part of a run is nothing to compare.
 function rowSeconds(row, group) {
-  const ends = row.runs.map((index) => pointAt(group.runs[index], -1)).filter(Boolean);
+  const ends = row.runs.map((index) => group.runs[index]).filter((run) => run.finish).map((run) => pointAt(run, -1));
   return ends.length ? ends.reduce((sum, end) => sum + linkSeconds(end, group.link), 0) / ends.length : null;
 }
 

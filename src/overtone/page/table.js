@@ -1,17 +1,22 @@
-// The final table: sorted on raw values, no row hidden, what is missing always last; columns that are empty throughout go.
+// The final table: sorted on raw values, no row hidden, what is missing is empty and always last; columns that are empty
+// throughout go.
 
 // A column: { name, title, value(row), write(row), text? (sorted as words), bar?(row): 0..1 }
 function columnsOf(group) {
   const metrics = [...new Set(group.rows.flatMap((row) => Object.keys(row.metrics ?? {})))].filter((name) => name !== "loss");
-  const number = (name, value, write, more = {}) => ({ name, value, write: (row) => maybe(value(row), write), ...more });
+  const number = (name, value, write, more = {}) => ({ name, value, write: (row) => (value(row) == null ? "" : write(value(row))), ...more });
+  const against = (name, value, there) => ({
+    name: `bytes vs ${name}`, title: `bytes sent against ${name}`, value,
+    write: (row) => fewer(value(row), row.bytes === 0 && there(row) && hasEnded(row, group)),
+  });
   const slowest = () => Math.max(...group.rows.map((row) => rowSeconds(row, group) ?? 0));
   const columns = [
     { name: "method", value: (row) => row.label, write: (row) => row.label, text: true },
     number("loss", (row) => row.loss, (value) => fixed(value), { title: "mean over the seeds" }),
     {
-      name: "spread", title: "of the loss over the seeds", value: (row) => row.spread,
-      write: (row) => (row.spread == null ? (row.seeds.length > 1 ? NONE : "one seed") : `±${fixed(row.spread, row.spread < 0.0095 ? 4 : 3)}`),
-      hint: (row) => row.seeds.map((seed, i) => `seed ${seed}: ${maybe(row.losses[i], (value) => fixed(value, 4))}`).join("\n"),
+      name: "spread", title: "half of what lies between the best and the worst seed", value: (row) => row.spread,
+      write: (row) => (row.spread == null ? (row.seeds.length > 1 ? "" : "one seed") : `±${fixed(row.spread / 2, row.spread < 0.019 ? 4 : 3)}`),
+      hint: (row) => row.runs.map((index) => seedWords(group.runs[index], row.of)).join("\n"),
     },
     ...metrics.map((name) => number(readable(name), (row) => row.metrics?.[name], (value) => digits(value, 4))),
     number("loss vs DiLoCo", (row) => row.loss_vs_diloco, signedPercent, { title: "above 0: worse than DiLoCo" }),
@@ -19,17 +24,23 @@ function columnsOf(group) {
       title: "100%: as good as DiLoCo; 0%: no better than alone", bar: (row) => row.gain_kept,
     }),
     number("bytes sent", (row) => row.bytes, humanBytes, { title: "by one replica over the whole run" }),
-    { name: "bytes vs DiLoCo", title: "bytes sent against DiLoCo", value: (row) => row.less_than_diloco, write: (row) => fewer(row.less_than_diloco, row.bytes) },
-    { name: "bytes vs DDP", title: "bytes sent against DDP", value: (row) => row.less_than_ddp, write: (row) => fewer(row.less_than_ddp, row.bytes) },
+    against("DiLoCo", (row) => row.less_than_diloco, (row) => row.has_diloco),
+    against("DDP", (row) => row.less_than_ddp, (row) => row.has_ddp),
     number("time on link", (row) => rowSeconds(row, group), humanSeconds, {
       title: "local steps and exchange on the link chosen above", bar: (row) => rowSeconds(row, group) / slowest(),
     }),
-    number("drift", (row) => row.drift, (value) => percent(value, 1), { title: "largest distance of a replica from the mean of all, relative" }),
+    number("drift", (row) => row.drift, (value) => percent(value, 1), { title: "drift between replicas: the largest distance of one's weights from the mean of all, relative" }),
     number("rounds", (row) => row.rounds, whole),
     number("waiting", (row) => row.waiting, (value) => percent(value), { title: "share of the time spent waiting for others" }),
-    { name: "marks", value: (row) => row.marks.join(", ") || null, write: (row) => row.marks.join(", "), text: true },
   ];
-  return columns.filter((column) => group.rows.some((row) => ![NONE, ""].includes(column.write(row))));
+  return columns.filter((column) => group.rows.some((row) => column.write(row) !== ""));
+}
+
+const hasEnded = (row, group) => row.runs.some((index) => group.runs[index].finish);
+
+function seedWords(run, of) {
+  const last = (run.curve[of] ?? []).at(-1);
+  return `seed ${run.seed}: ${maybe(last, (value) => fixed(value, 4))}${isBroken(run) ? `, ${run.status}` : ""}`;
 }
 
 function ordered(rows, column, down) {
@@ -79,14 +90,15 @@ class FinalTable {
     const statuses = [...new Set(row.runs.map((index) => this.group.runs[index]).filter(isBroken).map((run) => run.status))];
     const [first, ...rest] = this.columns;
     const head = el("span", { class: "label" }, first.write(row));
-    for (const status of statuses) head.append(" ", el("span", { class: "tag" }, status));
+    const tags = statuses.flatMap((status) => [" ", el("span", { class: "tag" }, status)]);
+    const marks = row.marks.length ? el("span", { class: "marks" }, row.marks.join("; ")) : null;
     const cells = rest.map((column) => {
-      const cell = el("td", { class: column.text ? "words" : "number", title: column.hint?.(row) }, column.write(row));
+      const cell = el("td", { class: "number", title: column.hint?.(row) }, column.write(row));
       const share = column.bar?.(row);
       if (share > 0) cell.append(el("span", { class: "share", style: `--share: ${Math.min(1, share)}`, "aria-hidden": "true" }));
       return cell;
     });
-    const name = el("th", { scope: "row" }, el("div", {}, swatch(this.styles.of(row.label)), head));
+    const name = el("th", { scope: "row" }, el("div", {}, swatch(this.styles.of(row.label)), el("span", {}, head, ...tags, marks)));
     return el("tr", { class: [row.reference ? "reference" : "", statuses.length ? "broken" : ""].join(" ").trim() || null }, name, ...cells);
   }
 }

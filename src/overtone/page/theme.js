@@ -1,4 +1,4 @@
-// Light and dark. All colours live in page.css; canvases cannot read CSS variables, so they are resolved here.
+// Light and dark. All colours live in page.css and dark.css; canvases cannot read CSS variables, so they are resolved here.
 
 const DASHES = [[], [8, 4], [2, 3], [10, 4, 2, 4]];
 const OTHERS = 3; // --other-0 ... in page.css, for methods that have no colour of their own there
@@ -31,7 +31,9 @@ class Styles {
   constructor(groups) {
     this.seen = new Map(); // label: { method, variant }
     this.variants = new Map(); // method: how many labels
-    for (const group of groups) for (const row of group.rows) this.note(row.label, row.method);
+    const rows = groups.flatMap((group) => group.rows);
+    const plain = rows.filter((row) => row.label === row.method); // first: a method without further words is its solid line
+    for (const row of [...plain, ...rows]) this.note(row.label, row.method);
   }
 
   note(label, method) {
@@ -42,7 +44,6 @@ class Styles {
   }
 
   of(label) {
-    if (!this.seen.has(label)) this.note(label, label.split(",")[0]);
     const { method, variant } = this.seen.get(label);
     const turn = Math.floor(variant / DASHES.length); // dashes come round again: then by lightness alone
     const lighter = Math.min(0.55, 0.1 * (variant % DASHES.length) + 0.25 * turn);
@@ -74,9 +75,11 @@ function remembered(value) {
 }
 
 function themeButton(button, redraw) {
-  const root = document.documentElement;
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  const dark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+  const sheet = byId("dark");
+  const asSystem = sheet.media;
+  const system = matchMedia(asSystem);
+  const dark = () => matchMedia(sheet.media).matches;
+  const use = (theme) => (sheet.media = { light: "not all", dark: "all" }[theme] ?? asSystem);
   const changed = () => {
     resolved.clear();
     redraw();
@@ -86,17 +89,17 @@ function themeButton(button, redraw) {
     button.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);
     changed();
   };
-  const kept = remembered();
-  if (kept === "dark" || kept === "light") root.dataset.theme = kept;
+  use(remembered());
   button.addEventListener("click", () => {
-    root.dataset.theme = dark() ? "light" : "dark";
-    remembered(root.dataset.theme);
+    const theme = dark() ? "light" : "dark";
+    use(theme);
+    remembered(theme);
     show();
   });
   system.addEventListener("change", show);
   // Paper is white whatever the screen is.
   let before;
-  addEventListener("beforeprint", () => ((before = root.dataset.theme), (root.dataset.theme = "light"), changed()));
-  addEventListener("afterprint", () => (before ? (root.dataset.theme = before) : delete root.dataset.theme, changed()));
+  addEventListener("beforeprint", () => ((before = sheet.media), use("light"), changed()));
+  addEventListener("afterprint", () => ((sheet.media = before), changed()));
   show();
 }

@@ -39,11 +39,22 @@ const fixed = (value, places = 3) => (Math.abs(value) >= 1e5 ? value.toExponenti
 
 const maybe = (value, write) => (value == null ? NONE : write(value));
 
-function fewer(ratio, bytes) {
-  if (bytes === 0) return "nothing";
-  if (ratio == null) return NONE;
-  if (digits(ratio) === "1") return "1x";
-  return ratio > 1 ? `${digits(ratio)}x fewer` : `${digits(1 / ratio)}x more`;
+const times = (value) => (value < 999.5 ? digits(value) : whole(Math.round(value)));
+
+// As overtone.table.ratio. A row that sends nothing sends infinitely less, which JSON cannot say.
+function fewer(ratio, nothing) {
+  if (nothing) return "nothing";
+  if (ratio == null) return "";
+  if (Math.round(1000 * ratio) === 1000) return "1x";
+  return ratio > 1 ? `${times(ratio)}x fewer` : `${times(1 / ratio)}x more`;
+}
+
+// For charts: the method and the last of its numbers tell lines apart; the list and the tooltip have the whole name.
+function shortened(label, most = 28) {
+  if (label.length <= most) return label;
+  const [method, ...parts] = label.split(", ");
+  while (parts.length && `${method}, … ${parts.join(", ")}`.length > most) parts.shift();
+  return parts.length ? `${method}, … ${parts.join(", ")}` : `${label.slice(0, most - 1)}…`;
 }
 
 const readable = (name) => name.replaceAll("_", " ");
