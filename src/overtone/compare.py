@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from overtone import history, rundir, runlog, settings, upkeep
+from overtone import history, rundir, settings, upkeep
 from overtone.config import Comparison, ConfigError, MethodChoice, Network, Run, Saving, Simulation
 from overtone.history import History
 from overtone.methods import METHODS, takes
@@ -54,9 +54,8 @@ class Cell:
         return ["train", *settings.flags(self.config, Run())]
 
     def history(self) -> History | None:
-        """What there is of it so far; nothing before its log has a first line."""
-        begun = any(runlog.last(self.folder, event) for event in ("start", "resume"))
-        return history.load(self.folder) if begun else None
+        """What there is of it so far."""
+        return history.so_far(self.folder)
 
     @property
     def is_done(self) -> bool:

@@ -31,6 +31,10 @@ class History:
     path: Path
     records: Sequence[Record]
 
+    @property
+    def has_begun(self) -> bool:
+        return any(r["event"] in ("start", "resume") for r in self.records)
+
     @cached_property
     def start(self) -> Record:
         """As the last session of the run began."""
@@ -165,10 +169,9 @@ _WORDS = {"lr": "outer lr"}
 
 def load(path: Path) -> History:
     """A run's directory, or its log itself."""
-    records = runlog.read(path)
-    if not any(r["event"] in ("start", "resume") for r in records):
+    history = History(path, runlog.read(path))
+    if not history.has_begun:
         raise RunLogError(f"{path}: the log has no beginning; is it the log of a run?")
-    history = History(path, records)
     missing = {"config", "numbers", "data", "simulated"} - history.start.keys()
     if missing:
         version = history.start.get("environment", {}).get("overtone", "of another version")
@@ -176,6 +179,14 @@ def load(path: Path) -> History:
             f"{path}: written by overtone {version}, without {', '.join(sorted(missing))}; make the run again"
         )
     return history
+
+
+def so_far(folder: Path) -> History | None:
+    """Of a run that is being made: nothing before its log has a first line."""
+    if not (folder / runlog.NAME).exists():
+        return None
+    history = History(folder, runlog.read(folder))
+    return history if history.has_begun else None
 
 
 def find(paths: Sequence[Path]) -> list[Path]:
