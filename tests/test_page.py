@@ -709,3 +709,17 @@ def test_a_page_of_real_runs(visit: Callable[..., web.Visit], tmp_path: Path) ->
         assert end["value"] == pytest.approx(log.finish["metrics"]["loss"])
     seen.page.locator("#runs details").last.locator("summary").click()
     seen.page.locator("#runs canvas").first.wait_for()
+
+
+@pytest.mark.parametrize("width", [380, 1280])
+def test_the_papers_page(visit: Callable[..., web.Visit], width: int) -> None:
+    """The one that is committed: six groups, seventeen rows, and nothing sticks out."""
+    paper = Path(__file__).parent.parent / "benchmarks" / "results" / "paper.html"
+    seen = visit(paper, width=width)
+    names = seen.page.locator("#groups label")
+    assert names.count() == 6
+    for number in range(6):
+        names.nth(number).click()
+        assert seen.run("() => document.scrollingElement.scrollWidth <= innerWidth")
+    assert seen.page.locator("#scaling-section").is_visible()
+    assert paper.stat().st_size < 1_000_000

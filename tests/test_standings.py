@@ -286,3 +286,14 @@ def test_time_on_a_link_follows_from_the_log(name: str, tmp_path: Path) -> None:
         passed = point["step"] * 0.1 + link.seconds(point["bytes_sent"], point["bytes_received"], point["hops"])
         assert passed == pytest.approx(point["simulated_seconds"], rel=1e-6)
     assert len(run.evals) > 2
+
+
+def test_the_committed_table_is_what_the_committed_logs_say() -> None:
+    results = Path(__file__).parent.parent / "benchmarks" / "results"
+    found = standings.groups(history.load(path) for path in history.find([results / "paper"]))
+    said, committed = (
+        [set(line.items()) for line in csv.DictReader(io.StringIO(text))]
+        for text in (table.as_csv(found), (results / "paper.csv").read_text())
+    )
+    assert len(said) == len(committed)
+    assert all(line in committed for line in said)
