@@ -130,7 +130,7 @@ def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
         assert "method: decoupled on rank 0; diloco on ranks 1, 2" in told["name"]
         assert "parameter weight: 6x4 float32 on ranks 0, 2; 5x4 float32 on rank 1" in told["model"]
         for name, kind in (("nan drift", "drift"), ("nan dense", "drift"), ("nan gradient", "gradient")):
-            assert told[name].startswith("PeerError: round 0: rank 1 could not take part"), told[name]
+            assert told[name].startswith("GaveUpError: round 0: rank 1 could not take part"), told[name]
             if rank == 1 or name == "nan drift":
                 assert f"the {kind} of parameter up.weight has" in told[name]
         assert "moved" not in told
