@@ -85,13 +85,13 @@ def group(
         loss = sum(losses) / seeds if losses else None
         row = {
             "label": label, "method": method, "runs": list(range(len(runs), len(runs) + seeds)), "of": "loss",
-            "seeds": list(range(seeds)), "loss": loss, "losses": losses,
+            "seeds": list(range(seeds)), "loss": loss,
             "spread": 0.01 if seeds > 1 and losses else None,
             "metrics": {"top1": mine[0]["curve"]["top1"][-1]} if top1 else {},
             "bytes": mine[0]["curve"]["bytes"][-1] if losses else None,
             **dict.fromkeys(("less_than_diloco", "less_than_ddp", "loss_vs_diloco", "gain_kept", "waiting")),
             "drift": 0.013 if per_step else 0.267, "rounds": mine[0]["rounds_done"],
-            "residual": None, "reference": label == "diloco", "marks": list(mine[0]["marks"]),
+            "reference": label == "diloco", "marks": list(mine[0]["marks"]),
             "has_diloco": True, "has_ddp": any(method == "ddp" for _, method, *_ in methods),
         }  # fmt: skip
         if ended and loss is not None:

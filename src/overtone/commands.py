@@ -173,7 +173,7 @@ def _tell_standings(runs: Sequence[history.History], file: Path, title: str, aga
         for note in table.notes(group, found[0]):
             out.print(note, style="yellow", markup=False)
         out.print(table.terminal(group))
-    for line in table.LEGEND:
+    for line in table.legend(found):
         out.print(line, style="dim", markup=False)
     out.print(f"page: {page} (and {', '.join(other.name for other in others)})", markup=False)
 

@@ -54,7 +54,7 @@ def data(found: Sequence[Group], *, title: str, command: str | None = None) -> d
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "version": __version__,
         "command": command,
-        "legend": list(table.LEGEND),
+        "legend": table.legend(found),
         "groups": [_group(group, found[0]) for group in found],
         "scaling": _scaling(found),
     }
@@ -62,14 +62,14 @@ def data(found: Sequence[Group], *, title: str, command: str | None = None) -> d
 
 def _group(group: Group, first: Group) -> dict[str, Any]:
     indexes = {id(run): number for number, run in enumerate(group.runs)}
-    labels = {id(run): row.label for row in reversed(group.rows) for run in row.runs}
+    names = {id(run): row.label for row in reversed(group.rows) for run in row.runs}
     return {
         "name": group.name,
         "note": " ".join(table.notes(group, first)) or None,
         "facts": group.facts,
         "link": _link(group.runs[0]),
         "rows": [_row(group, row, [indexes[id(run)] for run in row.runs]) for row in group.rows],
-        "runs": [_run(run, labels[id(run)]) for run in group.runs],
+        "runs": [_run(run, names[id(run)]) for run in group.runs],
     }
 
 
@@ -82,14 +82,12 @@ def _row(group: Group, row: Row, indexes: list[int]) -> dict[str, Any]:
         "seeds": row.seeds,
         "loss": row.loss,
         "spread": row.spread,
-        "losses": row.losses,
         "metrics": row.metrics,
         "bytes": row.bytes,
         **vars(group.versus(row)),
         "drift": row.drift,
         "rounds": row.rounds,
         "waiting": row.waiting,
-        "residual": row.residual,
         "reference": row is group.diloco,
         "has_diloco": group.diloco is not None,
         "has_ddp": group.ddp is not None,

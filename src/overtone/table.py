@@ -14,13 +14,13 @@ from rich.table import Table
 from overtone.standings import Group, Row, difference
 from overtone.words import human_bytes
 
-LEGEND = (
-    "loss: on held-out data, after the last messages; ± half of what lies between the best and the worst seed.",
-    "gain kept: the share of DiLoCo's gain over `alone` (one replica, no communication) that survives.",
-    "bytes sent: by one replica over the whole run, as its ledger counted them.",
-    "DiLoCo: of the rows of `diloco` that exchange most often those with most seeds, and of these the best.",
-    "drift: between replicas: the largest distance of one's weights from the mean of all, before the last messages.",
-)
+LEGEND = {  # by column
+    "loss": "on held-out data, after the last messages; ± half of what lies between the best and the worst seed.",
+    "loss vs DiLoCo": "of the rows of `diloco` that exchange most often those with most seeds, and of these the best.",
+    "gain kept": "the share of DiLoCo's gain over `alone` (one replica, no communication) that survives.",
+    "bytes sent": "by one replica over the whole run, as its ledger counted them.",
+    "drift": "between replicas: the largest distance of one's weights from the mean of all, before the last messages.",
+}
 SAME = ("perplexity", "bits_per_byte", "top5")  # say what loss and top1 say already; the page and the CSV have them
 
 
@@ -57,6 +57,12 @@ def notes(group: Group, first: Group) -> list[str]:
     return [*([apart] if apart else []), *group.notes]
 
 
+def legend(groups: Sequence[Group]) -> list[str]:
+    """A sentence for each column that is there and needs one."""
+    there = {header for group in groups for header in cells(group)[0]}
+    return [f"{column}: {words}" for column, words in LEGEND.items() if column in there]
+
+
 def terminal(group: Group) -> Table:
     headers, body = cells(group)
     shown = Table(box=None, pad_edge=False, header_style="bold")
@@ -74,7 +80,7 @@ def markdown(groups: Sequence[Group]) -> str:
         headers, body = cells(group)
         parts += [f"## {group.name}", "", *(f"{note}\n" for note in notes(group, groups[0]))]
         parts += [_line(headers), _line(["---"] * len(headers)), *map(_line, body), ""]
-    return "\n".join([*parts, *(f"- {line}" for line in LEGEND)]) + "\n"
+    return "\n".join([*parts, *(f"- {line}" for line in legend(groups))]) + "\n"
 
 
 def _line(cells: Sequence[str]) -> str:
