@@ -64,7 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, st
 
 def test_the_table_and_the_files(made: tuple[Path, str]) -> None:
     out, shown = made
-    for word in ("gain kept", "published, mean", "decoupled, keep 128, bits 1", "decoupled, keep 8, bits 2", "1x"):
+    for word in ("loss vs DiLoCo", "published, mean", "decoupled, keep 128, bits 1", "decoupled, keep 8, bits 2", "1x"):
         assert word in shown
     for name in ("report.html", "report.md", "report.csv"):
         assert (out / name).stat().st_size > 500
@@ -128,7 +128,7 @@ def test_interrupted_it_goes_on(text: Path, tmp_path: Path) -> None:
     assert code == 0, stderr
     assert logs(out)["diloco-seed0"] == finished
     assert len(logs(out)) == 3
-    assert "gain kept" in stdout
+    assert "loss vs DiLoCo" in stdout
 
 
 @pytest.mark.parametrize(
