@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from overtone import compare, history, report, rundir, runlog
+from overtone import compare, history, report, rundir, runlog, standings
 from overtone.compare import Cell
 from overtone.config import Comparison, Training
 from overtone.tasks import Image, Language, TaskOptions
@@ -144,7 +144,8 @@ def main() -> None:
     failed = [f"{folder}: {state.words}" for folder, state in states.items() if state.state == "failed"]
     if failed:
         sys.exit("\n".join(failed))
-    made = report.write(RESULTS.with_suffix(".html"), publish(all_cells), title=TITLE, command="make paper")
+    groups = standings.groups(publish(all_cells))
+    made = report.write(RESULTS.with_suffix(".html"), groups, title=TITLE, command="make paper")
     print(f"{len(all_cells)} runs in {(time.monotonic() - begun) / 60:.0f} min; {', '.join(map(str, made))}")
 
 

@@ -164,7 +164,7 @@ def test_what_went_wrong_is_marked_and_never_dropped(tell: Tell, tmp_path: Path)
     }
     shown = report.data([group], title="t")
     assert [run["status"] for run in shown["groups"][0]["runs"]] == ["finished", "diverged", "unfinished", "diverged"]
-    report.write(tmp_path / "page.html", group.runs, title="NaN")
+    report.write(tmp_path / "page.html", [group], title="NaN")
     assert "NaN" not in (tmp_path / "page.html").read_text().split('id="data"')[1].split("</script>")[0].replace(
         '"title":"NaN"', ""
     )
@@ -228,13 +228,13 @@ def test_ratios_in_words(fewer: float | None, told: str) -> None:
 
 def test_the_report_overwrites_no_stranger(tell: Tell, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
-    runs = [tell("diloco", 2.0)]
+    groups = standings.groups([tell("diloco", 2.0)])
     with pytest.raises(ConfigError, match=r"README\.md is there already"):
-        report.write(tmp_path / "README.html", runs, title="t")
+        report.write(tmp_path / "README.html", groups, title="t")
     with pytest.raises(ConfigError, match=r"ends in \.html"):
-        report.write(tmp_path / "page.md", runs, title="t")
+        report.write(tmp_path / "page.md", groups, title="t")
     for _ in range(2):
-        report.write(tmp_path / "page.html", runs, title="t")
+        report.write(tmp_path / "page.html", groups, title="t")
     assert (tmp_path / "README.md").read_text() == "mine"
 
 

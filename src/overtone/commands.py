@@ -166,8 +166,8 @@ def _(command: Report) -> None:
 
 
 def _tell_standings(runs: Sequence[history.History], file: Path, title: str, again: str | None) -> None:
-    page, *others = report.write(file, runs, title=title, command=again)
     found = standings.groups(runs)
+    page, *others = report.write(file, found, title=title, command=again)
     for group in found:
         out.print(headline(group.facts), markup=False)
         for note in table.notes(group, found[0]):

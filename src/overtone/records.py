@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from overtone import runlog, settings
 from overtone.config import Run, Simulation
 from overtone.methods import Method
+from overtone.record import Round
 from overtone.runlog import Record
 from overtone.tasks import Task
 from overtone.transport import Ledger
@@ -31,6 +33,15 @@ def beginning(config: Run | Simulation, method: Method, task: Task, model: nn.Mo
         "config": settings.flat(config),
         "environment": runlog.environment(hosts),
     }
+
+
+def worth_telling(rounds: Sequence[Round], *, due: bool) -> list[Round]:
+    """Those to write down: all of them, but where every step ends in one only when a line is due anyway."""
+    return [record for record in rounds if due or record.local_steps > 1]
+
+
+def by_phase(ledger: Ledger) -> Record:
+    return {phase: asdict(count) for phase, count in ledger.counts.items()}
 
 
 def so_far(ledger: Ledger, units: int, seconds: float) -> Record:

@@ -14,7 +14,7 @@ from overtone.config import ConfigError, Network
 from overtone.files import write_whole
 from overtone.history import History
 from overtone.runlog import Record
-from overtone.standings import AVERAGE, SHARED, Group, Row, groups, labels
+from overtone.standings import AVERAGE, SHARED, Group, Row, labels
 from overtone.version import __version__
 
 ROUND_COLUMNS = {
@@ -25,11 +25,10 @@ FINISH_KEYS = ("rounds", "rounds_finish", "waiting_share", "bytes", "shares")
 MOST = 400  # points of one run's small charts: more cannot be told apart, and the page must stay small
 
 
-def write(file: Path, runs: Sequence[History], *, title: str, command: str | None = None) -> list[Path]:
+def write(file: Path, found: Sequence[Group], *, title: str, command: str | None = None) -> list[Path]:
     """The page, and beside it the table as Markdown and CSV."""
     if file.suffix != ".html":
         raise ConfigError(f"report {file}: a page ends in .html; beside it go .md and .csv")
-    found = groups(runs)
     texts = {
         file: page.html(data(found, title=title, command=command)),
         file.with_suffix(".md"): f"# {title}\n\n{table.markdown(found)}",

@@ -204,9 +204,8 @@ class Session:
         if self.log is None:
             return
         due = step.count % self.config.saving.log_every == 0
-        for record in step.rounds:
-            if due or record.local_steps > 1:
-                self._write("round", **asdict(record))
+        for record in records.worth_telling(step.rounds, due=due):
+            self._write("round", **asdict(record))
         if due:
             training = self.config.training
             self._write(
@@ -271,7 +270,7 @@ class Session:
             **(self.finished or {}),
             "waiting_share": self._waiting_share(),
             "anchor_fingerprint": self.replica.fingerprint,
-            "bytes": {phase: asdict(count) for phase, count in self.transport.ledger.counts.items()},
+            "bytes": records.by_phase(self.transport.ledger),
             "shares": self.accounts.shares(),
             "seconds_starting": self.seconds_starting,
             "sample": self.task.sample(self.replica.model) if self.rank == 0 else "",

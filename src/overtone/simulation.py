@@ -123,8 +123,8 @@ class Story:
         if self.log is None:
             return
         due = step.count % self.config.log_every == 0
-        if step.rounds and (due or step.rounds[0].local_steps > 1):
-            self.write("round", **asdict(step.rounds[0]))
+        for record in records.worth_telling(step.rounds[:1], due=due):
+            self.write("round", **asdict(record))
         if due:
             self.write("train", loss=float(step.losses[0]), **self._so_far())
         assert self.config.eval_every is not None
@@ -151,7 +151,7 @@ class Story:
             "rounds_finish": len(last),
             "waiting_share": self.first.transport.ledger.waiting / max(self.cluster.clock - self.setup, 1e-9),
             "anchor_fingerprint": self.first.fingerprint,
-            "bytes": {phase: asdict(count) for phase, count in self.first.transport.ledger.counts.items()},
+            "bytes": records.by_phase(self.first.transport.ledger),
         }
         self.write("finish", **closing)
         return closing
