@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from overtone import fingerprint
 from overtone.tasks.alphabet import Alphabet, Document, encoded, no_tokens
 from overtone.tasks.deal import TaskError, dice_for
 from overtone.tasks.documents import rows_of
+from overtone.tasks.ending import close_at_exit
 from overtone.tasks.sources import first_line, named_splits, needs
 from overtone.tasks.text import Windows, too_short
 
@@ -138,8 +138,7 @@ class StreamFeed:
         self._block: Block | None = None
         self._taken = 0
         self._open: list[Iterator[Document]] = []  # the one that is being read
-        # Closed before the interpreter takes the libraries apart: their generators complain otherwise.
-        weakref.finalize(self, self._open.clear)
+        close_at_exit(self)  # before the interpreter takes the libraries apart: their generators complain otherwise
         self._begin(0, None)
 
     def next(self) -> Tensor:
@@ -155,6 +154,9 @@ class StreamFeed:
             self._taken += len(rows)
             left -= len(rows)
         return torch.cat(found)
+
+    def close(self) -> None:
+        self._open.clear()
 
     def state_dict(self) -> dict[str, Any]:
         at = self._block
