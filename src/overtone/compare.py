@@ -57,12 +57,6 @@ class Cell:
         """What there is of it so far."""
         return history.so_far(self.folder)
 
-    @property
-    def is_done(self) -> bool:
-        """It finished, or it gave up and would again."""
-        found = self.history()
-        return found is not None and (found.finish is not None or found.failed)
-
 
 def cells(asked: Comparison, folder: Path) -> list[Cell]:
     """All runs of the comparison; a method or number that does not exist is refused before anything runs."""
@@ -188,8 +182,8 @@ def _before(cell: Cell) -> Progress:
                 f"{cell.folder}: was run with {key}={there.get(key)}, and {value} is asked for now; choose another "
                 "--out, or delete it"
             )
-    if cell.is_done:
-        return _progress(cell, "kept" if found.finish else "stopped")
+    if found.is_over:
+        return _progress(found, "kept" if found.finish else "stopped")
     _clear(cell)
     return Progress()
 
@@ -206,9 +200,8 @@ def _clear(cell: Cell) -> None:
         shutil.rmtree(cell.folder)
 
 
-def _progress(cell: Cell, state: str, words: str = "") -> Progress:
-    """From the end of its log."""
-    found = cell.history()
+def _progress(found: History | None, state: str, words: str = "") -> Progress:
+    """From the end of a cell's log."""
     if found is None:
         return Progress(state, words=words)
     trained = found.all("train")
@@ -241,13 +234,14 @@ class _Running:
 
     def look(self) -> Progress:
         code = self._process.poll()
+        found = self.cell.history()  # after asking: the log of a process that ended is whole
         if code is None:
-            return _progress(self.cell, "running")
+            return _progress(found, "running")
         self.ended = True
-        if code == 0 or self.cell.is_done:
+        if code == 0 or (found is not None and found.is_over):
             self._said.unlink()
-            return _progress(self.cell, "done" if code == 0 else "stopped")
-        return _progress(self.cell, "failed", f"{self._last_words() or f'exit code {code}'} ({self._said})")
+            return _progress(found, "done" if code == 0 else "stopped")
+        return _progress(found, "failed", f"{self._last_words() or f'exit code {code}'} ({self._said})")
 
     def _last_words(self) -> str:
         lines = [line.strip() for line in self._said.read_text(errors="replace").splitlines() if line.strip()]

@@ -106,10 +106,10 @@ class History:
             return "finished"
         return "stopped" if self._stop else "unfinished"
 
-    @cached_property
-    def failed(self) -> bool:
-        """It gave up, and would again."""
-        return bool(self.all("fail"))
+    @property
+    def is_over(self) -> bool:
+        """It finished, or it gave up and would again."""
+        return self.finish is not None or bool(self.all("fail"))
 
     @cached_property
     def _stop(self) -> Record | None:
