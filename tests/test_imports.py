@@ -10,9 +10,9 @@ ROOT = Path(overtone.__file__).parent
 SCIENCE = {
     "agreement", "bits", "buffers", "codec", "dct", "errors", "exchange", "fingerprint", "greeting", "inner", "kernels",
     "layout", "methods", "network", "parameters", "patterns", "randomness", "record", "replica", "rules", "saving",
-    "signals", "simulate", "transport", "version", "wire", "work",
+    "board", "joining", "ledger", "signals", "simulate", "transport", "version", "watchdog", "wire", "work",
 }  # fmt: skip
-TRANSPORTS = {"transport", "launch"}  # what joins a world of processes, and what starts one
+TRANSPORTS = {"joining", "transport", "launch"}  # what joins a world of processes, and what starts one
 COMPILED = {"kernels_numba"}  # the same functions as `kernels`, where numba is installed
 
 

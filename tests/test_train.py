@@ -58,7 +58,7 @@ def small(text: str, tmp_path: Path) -> Run:
 
 
 def run(config: Run, *, resume: bool = False) -> dict[str, Any]:
-    return Session(config, resume=resume).run()
+    return Session(config, overtone.Solo(), resume=resume).run()
 
 
 def events(config: Run, event: str) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def test_every_optimiser_resumes_to_the_bit(inner: Any, schedule: Any, small: Ru
     training = replace(small.training, inner=inner, schedule=schedule)
     whole = run(replace(small, training=training))
     cut = replace(small, out=tmp_path / "cut", training=training)
-    session = Session(cut, resume=False)
+    session = Session(cut, overtone.Solo(), resume=False)
     session._save = _dies_at(session, 10)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         session.run()
@@ -362,7 +362,7 @@ def test_an_exported_classifier_loads_elsewhere(stem: Any, small: Run, tmp_path:
 
 def test_export_in_the_middle_of_a_run_is_of_the_anchor(small: Run, tmp_path: Path) -> None:
     """At step 10, in the middle of a round, the shared model is that of the round at step 8."""
-    session = Session(small, resume=False)
+    session = Session(small, overtone.Solo(), resume=False)
     session._save = _dies_at(session, 12)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         session.run()
@@ -382,7 +382,7 @@ def test_there_is_nothing_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flags_of_a_resumed_run_count(small: Run) -> None:
     run(small)
     decayed = replace(small, training=replace(small.training, weight_decay=0.7, steps=16))
-    session = Session(decayed, resume=True)
+    session = Session(decayed, overtone.Solo(), resume=True)
     assert {group["weight_decay"] for group in session.replica.inner.param_groups} == {0.7}
     session.run()
     assert events(small, "resume")[0]["config"]["weight_decay"] == 0.7
@@ -411,7 +411,7 @@ def test_export_where_the_other_replicas_files_are_elsewhere(small: Run, tmp_pat
 
 def _start(config: Run, differ: dict[str, Any]) -> None:
     from overtone import launch
-    from overtone.transport import connect
+    from overtone.joining import connect
 
     rank = connect().rank
     launch.one_replica(settings.updated(config, differ if rank else {}, "test"), resume=False)
@@ -473,32 +473,6 @@ def test_a_replica_s_mistake_is_told_once_with_its_rank(tmp_path: Path) -> None:
     assert line.startswith("overtone: rank ")
     assert "4 training samples give each of 2 replicas 2" in line or "fewer than one batch" in line or "needs" in line
     assert not (tmp_path / "run").exists()
-
-
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = overtone_train("--out", str(tmp_path / "run"), "--port", str(port))
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"overtone: port={port}: Address already in use; choose another")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_on_a_port_of_one_s_choice(small: Run) -> None:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    assert small.out is not None
-    file = small.out.with_name("config.toml")
-    file.write_text(settings.toml(replace(small, replicas=2, port=port)))
-    done = overtone_train("--config", str(file))
-    assert done.returncode == 0, done.stderr
 
 
 def test_it_runs_unchanged_under_torchrun(small: Run) -> None:

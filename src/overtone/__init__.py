@@ -10,6 +10,8 @@ replica.finish()
 """
 
 from overtone.errors import OvertoneError
+from overtone.joining import connect
+from overtone.ledger import Ledger
 from overtone.methods import (
     METHODS,
     Method,
@@ -26,7 +28,7 @@ from overtone.network import Absence, Link
 from overtone.record import Round
 from overtone.replica import Replica
 from overtone.simulate import Cluster
-from overtone.transport import Ledger, Solo, Torch
+from overtone.transport import Solo, Torch
 from overtone.version import __version__
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Torch",
     "__version__",
     "alone",
+    "connect",
     "ddp",
     "decoupled",
     "demo",

@@ -20,7 +20,10 @@ def main() -> None:
     try:
         commands.run(arguments.parse(sys.argv[1:]))
     except OvertoneError as error:
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a replica that did not get as far as being one
+        if {
+            "OVERTONE_WORDS",
+            "TORCHELASTIC_ERROR_FILE",
+        } & os.environ.keys():  # a replica that did not get as far as being one
             from overtone import launch
 
             launch.confess(error)

@@ -202,7 +202,7 @@ def _(command: TrainBench) -> None:
     from overtone import launch
 
     if command.replicas > 1 and not launch.is_replica():
-        launch.spawn(sys.argv[1:], replicas=command.replicas, threads=command.threads, port=0)
+        launch.spawn(sys.argv[1:], replicas=command.replicas, threads=command.threads)
         return
     report = launch.in_world(lambda: bench.run(command))
     if report["rank"] == 0:

@@ -9,6 +9,7 @@ from typing import Literal
 from overtone.errors import OvertoneError
 from overtone.methods import Method, method_named
 from overtone.tasks.options import Language, TaskOptions
+from overtone.watchdog import LONGEST
 
 
 class ConfigError(OvertoneError, ValueError):
@@ -233,8 +234,8 @@ class Run:
     """auto: a GPU for each replica if there are enough."""
     threads: int | None = None
     """CPU threads of each replica; by default half of the cores shared among them, at least one."""
-    port: int = 0
-    """Where local replicas meet; 0: any free port."""
+    timeout: float | None = None
+    """Seconds to wait for a replica that does not answer; by default several rounds, and ten minutes at least."""
     task: TaskOptions = field(default_factory=TaskOptions)
     training: Training = field(default_factory=Training)
     saving: Saving = field(default_factory=Saving)
@@ -242,8 +243,8 @@ class Run:
     def __post_init__(self) -> None:
         _check_seed(self.seed)
         at_least_one(self, "replicas", "threads")
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"port={self.port}: from 0 (any) to {2**16 - 1}")
+        if self.timeout is not None and not 0 < self.timeout <= LONGEST:
+            raise ConfigError(f"timeout={self.timeout}: seconds, above 0 and at most {LONGEST:.0f}")
 
     def resolved(self) -> Run:
         """With everything said that was left to a default."""

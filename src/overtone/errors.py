@@ -23,6 +23,10 @@ class PeerError(OvertoneError, RuntimeError):
     """A replica could not take part in a round; raised on every rank, naming the one at fault."""
 
 
+class ToldError(PeerError):
+    """Somebody else's failure, as this rank heard of it: the one at fault says more."""
+
+
 class GaveUpError(PeerError):
     """A replica said that it cannot go on, most often since its numbers are not finite: it would say so again."""
 
@@ -41,3 +45,9 @@ class NotFiniteError(OvertoneError, ValueError):
 
 class StateError(OvertoneError, ValueError):
     """A saved state does not fit this replica."""
+
+
+def printable(text: str, most: int = 2000) -> str:
+    """Somebody else's words, fit to be shown in one line: control characters become visible, and there is an end."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:most])
+    return shown + ("…" if len(text) > most else "")

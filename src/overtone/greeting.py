@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from overtone import agreement, fingerprint
 from overtone.errors import WireError
-from overtone.exchange import Broadcast, Gather, Talk
-from overtone.patterns import WORDS, open_all
-from overtone.wire import Expected, Header, Kind, Letter, seal_message
+from overtone.exchange import Broadcast, Talk
+from overtone.patterns import WORDS, tell
+from overtone.wire import Header, Kind, Letter
 
 if TYPE_CHECKING:
     from overtone.replica import Replica
@@ -45,14 +45,13 @@ def greet(replica: Replica) -> Talk[None]:
 
 
 def _tell(replica: Replica, body: bytes) -> Talk[Sequence[bytes]]:
-    """Everybody's body, by rank. The schema stays out of it: a difference is to be told in words."""
+    """Everybody's body, by rank."""
     header = Header(Kind.GREETING, replica.transport.rank, 0, 0, replica.run, NOBODY, NOBODY, NOBODY)
-    heard = yield Gather(seal_message(header, body, replica.seal), most=WORDS + 4 * len(body))
-    expected = Expected(0, replica.run, NOBODY)
-    return list(open_all("greeting", heard, replica.transport.peers, expected, replica.seal, _body_of).values())
+    most = WORDS + 4 * len(body)
+    return (yield from tell("greeting", header, body, replica.transport.peers, replica.seal, _body_of, most))
 
 
 def _body_of(letter: Letter) -> bytes:
-    if letter.header.kind is not Kind.GREETING or len(letter.body) < 16:
-        raise WireError("greeting: another kind of message, or too short a one")
+    if len(letter.body) < 16:
+        raise WireError("greeting: too short")
     return letter.body

@@ -15,7 +15,7 @@ from overtone.config import Run, Simulation
 from overtone.errors import OvertoneError
 from overtone.runlog import Record, RunLogError
 
-PLACE = frozenset(("out", "json", "device", "threads", "port", "track"))  # where a run is, not what
+PLACE = frozenset(("out", "json", "device", "threads", "timeout", "port", "track"))  # where a run is, not what
 # What does not set a row apart: seeds make one row, the runs of a group share replicas, model and data (whatever the
 # path), and when something was written or which network was imagined says nothing about the science.
 ASIDE = PLACE | frozenset(

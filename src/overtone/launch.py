@@ -1,40 +1,44 @@
-"""Starts the replicas of a run on this machine, on torch's own elastic launcher, and speaks for those that fail.
+"""Starts the replicas of a run on this machine, stops them, and speaks for those that fail.
 
-Only what starts or joins a world of processes touches `torch.distributed`: this module and the transports.
+Not torch's elastic launcher: that opens a store on all interfaces, without authentication, and unpickles what lies in
+it. Replicas that start here meet in a file that only this user can open, and talk on the loopback interface.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import os
-import re
 import signal
-import socket
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from subprocess import Popen
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from overtone import rundir, settings
-from overtone.config import ConfigError, Run
-from overtone.errors import OvertoneError
+from overtone.config import Run
+from overtone.errors import OvertoneError, ToldError, printable
+from overtone.joining import MEETING, connect, whole_number
 from overtone.upkeep import STOPPING, heeded, listening
 
 T = TypeVar("T")
 
 SPAWNED = "OVERTONE_SPAWNED"  # for replicas that this module started: its process
-PATIENCE = 600  # seconds that replicas have to save before they are killed
+WORDS = "OVERTONE_WORDS"  # … and the file for what they die of
+PATIENCE = 600.0  # seconds that replicas have to save before they are killed
+GRACE = 5.0  # seconds in which the others may tell why they end, after one has failed
+LOOK = 0.05  # seconds between two looks at the replicas
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
 class ReplicaError(OvertoneError, RuntimeError):
@@ -43,7 +47,7 @@ class ReplicaError(OvertoneError, RuntimeError):
 
 def is_replica() -> bool:
     """This process is one of a world already: ours, or that of an outer torchrun."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+    return is_ours() or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_ours() -> bool:
@@ -69,7 +73,7 @@ def all_replicas(config: Run, *, resume: bool) -> None:
     arguments = ["train", "--resume", str(folder)] if resume else ["train"]
     threads = threads_of(config, config.replicas)
     try:
-        spawn(arguments, replicas=config.replicas, threads=threads, port=config.port)
+        spawn(arguments, replicas=config.replicas, threads=threads)
     finally:
         del os.environ[settings.TOLD]
 
@@ -83,9 +87,19 @@ def one_replica(config: Run, *, resume: bool) -> None:
     from overtone.session import Session  # the launcher itself has no need of it
 
     if config.threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_of(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(threads_of(config, whole_number("LOCAL_WORLD_SIZE", "1")))
+
+    def work() -> None:
+        transport = connect(config.timeout)  # first of all, so that what one replica cannot do is told to the others
+        try:
+            warn_of_open_rendezvous()
+            Session(config, transport, resume=resume, asked=asked).run()
+        except Exception as error:
+            transport.leave(in_words(error))
+            raise
+
     with listening() as asked:
-        in_world(lambda: Session(config, resume=resume, asked=asked).run())
+        in_world(work)
 
 
 def in_world(work: Callable[[], T]) -> T:
@@ -100,14 +114,22 @@ def in_world(work: Callable[[], T]) -> T:
         if not isinstance(error, OvertoneError):
             traceback.print_exc()
         elif not is_ours():
-            print(f"overtone: rank {os.environ['RANK']}: {error}", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(1)  # an ordinary exit may be aborted by the threads of a process group that has lost its peers
-    except SystemExit:
+            say(f"rank {os.environ['RANK']}: {error}")
+        _end(1)
+    except SystemExit as stop:
+        if is_replica() and not getattr(stop, "orderly", False):
+            _end(stop.code if isinstance(stop.code, int) else 1)
         _leave()
         raise
     _leave()
     return result
+
+
+def _end(status: int) -> None:
+    """At once. An ordinary exit waits for, or is aborted by, the threads of a process group that has lost its peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _leave() -> None:
@@ -115,82 +137,189 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def spawn(arguments: Sequence[str], *, replicas: int, threads: int, port: int) -> None:
+def warn_of_open_rendezvous() -> None:
+    """One line, on each host, if the launcher around this process unpickles what strangers may write."""
+    if os.environ.get("LOCAL_RANK") == "0" and _rendezvous_is_open():
+        say(
+            "warning: torchrun's c10d rendezvous listens on all interfaces of this host and unpickles what "
+            "anybody writes there: whoever reaches its port runs code as you. Use the static form (--nnodes N "
+            "--node-rank I --master-addr HOST --master-port P), on one host `overtone train --replicas K`; SECURITY.md"
+        )
+
+
+def _rendezvous_is_open() -> bool:
+    """torchrun's dynamic rendezvous keeps its state under a key of its own in the store that it shares with us, or in
+    another store; the static form has neither."""
+    if is_ours() or not dist.is_torchelastic_launched():
+        return False
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    address, port = os.environ["MASTER_ADDR"], whole_number("MASTER_PORT")
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return bool(store.check([f"torch.rendezvous.{os.environ['TORCHELASTIC_RUN_ID']}"]))
+
+
+# -- the launcher ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Started:
+    """A replica that was started here, and how it ended."""
+
+    rank: int
+    process: Popen[bytes]
+    words: Path
+    ended: float = 0.0
+    killed: bool = False  # by this launcher
+
+    @property
+    def status(self) -> int | None:
+        return self.process.returncode
+
+    @property
+    def stopped(self) -> bool:
+        """It had nothing against it: it was asked by a signal."""
+        return self.status in {128 + number for number in STOPPING} | {-signal.SIGTERM}
+
+    @property
+    def failed(self) -> bool:
+        return self.status not in (None, 0) and not self.stopped
+
+    def said(self) -> dict[str, Any]:
+        """What `confess` left."""
+        with suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(self.words.read_text())
+            return found
+        return {}
+
+    def end(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.killed = True
+            self.end(signal.SIGKILL)
+
+
+@dataclass
+class Wanted:
+    """The signals that this launcher was sent."""
+
+    first: signal.Signals | None = None
+    again: bool = False
+    fresh: list[signal.Signals] = field(default_factory=list)  # not yet passed on
+
+    def hear(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.again = self.first is not None
+        self.first = self.first or signal.Signals(number)
+        self.fresh.append(signal.Signals(number))
+
+
+def spawn(arguments: Sequence[str], *, replicas: int, threads: int) -> None:
     """``python -m overtone …`` as each of K replicas, until all are done. What one of them died of is raised here."""
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed"):  # each has a level of its own; what matters is told below
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    if port:
-        _refuse_taken(port)
-    os.environ[SPAWNED] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no need to find out the host's own name
-    later = {  # than the oldest torch that this package takes
-        "shutdown_timeout": PATIENCE,
-        "signals_to_handle": ",".join(number.name for number in heeded()),
-    }
-    known = {field.name for field in fields(LaunchConfig)}
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=replicas,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{port}",
-        run_id=f"overtone-{os.getpid()}",
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr="localhost",
-        **{name: value for name, value in later.items() if name in known},  # type: ignore[arg-type]
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", "overtone", *arguments)
-    except ChildFailedError as error:
-        if all(map(_was_stopped, error.failures.values())):  # a replica was asked to stop, and all did
-            told = max(failure.exitcode for failure in error.failures.values())
-            sys.exit(told if told > 0 else 128 + signal.SIGTERM)
-        raise ReplicaError(_in_words(error.failures)) from None
-    except SignalException as stop:
-        sys.exit(128 + stop.sigval)
-    finally:
-        del os.environ[SPAWNED]
-
-
-def _refuse_taken(port: int) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with tempfile.TemporaryDirectory(prefix="overtone-") as place, _hearing() as wanted:
+        started = [_start(arguments, rank, replicas, threads, Path(place)) for rank in range(replicas)]
         try:
-            trial.bind(("localhost", port))
-        except OSError as error:
-            raise ConfigError(f"port={port}: {error.strerror}; choose another, or 0 for any free one") from error
+            _watch(started, wanted)
+        finally:
+            for replica in started:
+                replica.kill()
+                replica.process.wait()
+        if wanted.again:
+            say("ended at once by a second signal; --resume goes on from the last checkpoint")
+        if wanted.first and (wanted.again or any(replica.stopped or replica.killed for replica in started)):
+            sys.exit(128 + wanted.first)
+        if all(replica.stopped for replica in started if replica.status):
+            told = [replica.status for replica in started if replica.status]
+            if told:  # a replica was asked to stop, and all did
+                sys.exit(max(told) if max(told) > 0 else 128 + signal.SIGTERM)
+            return
+        raise ReplicaError(cause(started))
 
 
-def _in_words(failures: dict[int, ProcessFailure]) -> str:
-    """The failure that the others follow from: a replica that was killed, else the first that says more than that the
-    others are gone. The launcher itself ends the rest with SIGTERM."""
-    rank, failure = min(failures.items(), key=lambda item: (_is_consequence(item[1]), item[1].timestamp, item[0]))
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        return f"rank {rank} was killed by {name}, and the others stopped; --resume goes on from the last checkpoint"
-    return f"rank {rank}: {_message(failure)}"
+@contextmanager
+def _hearing() -> Iterator[Wanted]:
+    wanted = Wanted()
+    before = {number: signal.signal(number, wanted.hear) for number in heeded()}
+    try:
+        yield wanted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _message(failure: ProcessFailure) -> str:
-    said: object = failure.message  # what `confess` wrote, or torch's own words
-    return str(said["message"]) if isinstance(said, dict) else str(said)
+def _start(arguments: Sequence[str], rank: int, replicas: int, threads: int, place: Path) -> Started:
+    words = place / f"words-{rank}"
+    env = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        **_world(rank, replicas),
+        SPAWNED: str(os.getpid()),
+        MEETING: str(place / "meeting"),
+        WORDS: str(words),
+    }
+    if loopback := LOOPBACK.get(sys.platform):
+        env["GLOO_SOCKET_IFNAME"] = loopback  # whatever the host's own name leads to: these replicas are all here
+    command = [sys.executable, "-m", "overtone", *arguments]
+    # A session of its own: a Ctrl-C is passed on once, by this launcher, and not heard twice.
+    return Started(rank, Popen(command, env=env, start_new_session=True), words)
 
 
-def _was_stopped(failure: ProcessFailure) -> bool:
-    """It had nothing against it: asked by a signal, perhaps the launcher's own, which ends the rest when one fails."""
-    return failure.exitcode in {128 + number for number in STOPPING} | {-signal.SIGTERM}
+def _world(rank: int, replicas: int) -> Mapping[str, str]:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": replicas, "LOCAL_WORLD_SIZE": replicas}
+    return {name: str(value) for name, value in names.items()}
 
 
-def _is_consequence(failure: ProcessFailure) -> bool:
-    """Ended by the launcher, cut off, or told by another rank."""
-    return _was_stopped(failure) or re.match(r"rank \d+: |.*the exchange broke off", _message(failure)) is not None
+def _watch(started: Sequence[Started], wanted: Wanted) -> None:
+    """Until all have ended: pass signals on; when one has failed the others may tell why they end, and are killed."""
+    asked = failed = 0.0
+    while any(replica.process.poll() is None for replica in started):
+        now = time.monotonic()
+        for replica in started:
+            if replica.status is not None:
+                replica.ended = replica.ended or now
+        if wanted.again:
+            return
+        for number in wanted.fresh:
+            asked = asked or now
+            say(f"{number.name}: the replicas save and stop; a second signal ends them at once")
+            for replica in started:
+                replica.end(number)
+        wanted.fresh.clear()
+        if any(replica.failed for replica in started):
+            failed = failed or now
+        if (failed and now > failed + GRACE) or (asked and now > asked + PATIENCE):
+            return
+        if not asked and any(replica.stopped for replica in started):
+            asked = now
+        time.sleep(LOOK)
 
 
-# -- in a replica ----------------------------------------------------------------------------------------------------
+def say(words: str) -> None:
+    print(f"overtone: {words}", file=sys.stderr, flush=True)
+
+
+def cause(started: Sequence[Started]) -> str:
+    """The failure that the others follow from: a replica that somebody killed, else the first that says more than that
+    the others are gone. What this launcher killed itself is no cause, but may be what the others complain of."""
+    found = [replica for replica in started if replica.failed and not replica.killed]
+    found = found or [replica for replica in started if replica.killed]
+    first = min(found, key=lambda one: (one.said().get("told", False), one.ended, one.rank))
+    died = [replica for replica in found if (replica.status or 0) < 0 and not replica.killed]
+    if died:
+        first = min(died, key=lambda one: (one.ended, one.rank))
+        name = signal.Signals(-(first.status or 0)).name
+        return (
+            f"rank {first.rank} was killed by {name}, and the others stopped; --resume goes on from the last checkpoint"
+        )
+    if first.killed:
+        return f"rank {first.rank} did not stop within {PATIENCE:.0f} s and was killed"
+    said = first.said().get("message", f"ended with status {first.status} and without a word")
+    return f"rank {first.rank}: {said.removeprefix(f'rank {first.rank}: ')}"
+
+
+# -- in a replica ------------------------------------------------------------------------------------------------------
 
 
 def _die_with_parent() -> None:
@@ -198,13 +327,18 @@ def _die_with_parent() -> None:
     if is_ours() and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != int(os.environ[SPAWNED]):  # it died before this line
+        if os.getppid() != whole_number(SPAWNED):  # it died before this line
             sys.exit(1)
 
 
+def in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, OvertoneError) else printable(f"{type(error).__name__}: {error}")
+
+
 def confess(error: BaseException) -> None:
-    """Leave the reason where the launcher looks for it."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        words = str(error) if isinstance(error, OvertoneError) else f"{type(error).__name__}: {error}"
-        said = {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}
+    """Leave the reason where the launcher looks for it: ours, or torch's."""
+    if path := os.environ.get(WORDS):
+        Path(path).write_text(json.dumps({"message": in_words(error), "told": isinstance(error, ToldError)}))
+    elif path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": in_words(error), "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": said}))

@@ -129,7 +129,7 @@ class Gathered:
             with read.refusing(rank):
                 read.letters[rank] = self.open(message, expected, rank, say)
         seconds = time.perf_counter() - begin
-        left_out = yield from settle(read, say.header, expected, self.setting)
+        left_out = yield from settle(read, say.header, expected, self.setting.seal, self.setting.refused)
         counted = {rank: letter for rank, letter in read.letters.items() if rank not in left_out}
         opened = HeardAll(counted, self.setting, say.codec)
         opened.left_out = left_out
@@ -178,32 +178,75 @@ class Read:
         return {rank: self.letters[rank].seal.hex() if rank in self.letters else "" for rank in self.peers}
 
 
-def settle(read: Read, mine: Header, expected: Expected, setting: Setting) -> Talk[dict[int, str]]:
-    """Who is left out of this round, and why: nobody if all have read the same; else the same ranks everywhere."""
-    digest = verdict(read, mine, setting)
-    verdicts = yield Gather(digest, equal=True)
+def settle(
+    read: Read, mine: Header, expected: Expected, seal: Seal, refused: str = "raise", what: str = "message"
+) -> Talk[dict[int, str]]:
+    """Who is left out of this exchange, and why: nobody if all have read the same; else the same ranks everywhere."""
+    digest = verdict(read, mine, seal)
+    try:
+        verdicts = yield Gather(digest, equal=True)
+    except PeerError as error:
+        # A stranger, or a replica of another version, does not stay to talk about it.
+        raise _refusal(expected, read.refused, what) if read.refused else error from error
     if not read.refused and all(other == digest for other in verdicts):
         return {}
-    return (yield from dispute(read, mine, expected, setting))
+    return (yield from dispute(read, mine, expected, seal, refused, what))
 
 
-def verdict(read: Read, mine: Header, setting: Setting) -> bytes:
+def verdict(read: Read, mine: Header, seal: Seal) -> bytes:
     """Eight bytes that are equal on all ranks exactly if all have read the same."""
     marks = json.dumps(read.marks).encode()
-    return setting.seal.digest([mine.run, mine.round.to_bytes(4, "little"), marks])
+    return seal.digest([mine.run, mine.round.to_bytes(4, "little"), marks])
 
 
-def dispute(read: Read, mine: Header, expected: Expected, setting: Setting) -> Talk[dict[int, str]]:
+def dispute(
+    read: Read, mine: Header, expected: Expected, seal: Seal, refused: str = "raise", what: str = "message"
+) -> Talk[dict[int, str]]:
     """Trouble: everybody tells what it read of whom, and all come to the same conclusion."""
     body = json.dumps({"marks": read.marks, "refused": read.refused}).encode()
-    heard = yield Gather(seal_message(replace(mine, kind=Kind.DISPUTE), body, setting.seal), most=WORDS)
-    disputes = open_all("dispute", heard, read.peers, expected, setting.seal, _read_dispute)
+    heard = yield Gather(seal_message(replace(mine, kind=Kind.DISPUTE), body, seal), most=WORDS)
+    try:
+        disputes = open_all("dispute", heard, read.peers, expected, seal, _read_dispute)
+    except PeerError as error:
+        # With another key, nothing of a peer can be read: what was refused first tells more.
+        raise _refusal(expected, read.refused, what) if read.refused else error from error
     left_out = {rank: why for rank in read.peers if (why := _complaint(rank, disputes))}
     # If most would have to go, the fault is rather with who could not read them.
-    if setting.refused == "raise" or 2 * len(left_out) > len(read.peers):
-        told = "; ".join(f"the message of rank {rank} was refused {why}" for rank, why in left_out.items())
+    if refused == "raise" or 2 * len(left_out) > len(read.peers):
+        told = "; ".join(f"the {what} of rank {rank} was refused {why}" for rank, why in left_out.items())
         raise PeerError(f"round {expected.round}: {told or 'the verdict of a rank was damaged on the way'}")
     return left_out
+
+
+def _refusal(expected: Expected, refused: Mapping[int, str], what: str) -> PeerError:
+    """What this rank alone could not read."""
+    told = "; ".join(f"the {what} of rank {rank} was refused: {why}" for rank, why in refused.items())
+    return PeerError(f"round {expected.round}: {told}")
+
+
+def tell(
+    what: str,
+    header: Header,
+    body: bytes,
+    peers: Sequence[int],
+    seal: Seal,
+    parse: Callable[[Letter], T],
+    most: int = WORDS,
+) -> Talk[list[T]]:
+    """Everybody's words, parsed, in rank order; read alike by all, or refused by all. The schema stays out of it: where
+    models differ, that is to be told in words."""
+    expected = Expected(header.round, header.run, header.schema)
+    heard = yield Gather(seal_message(header, body, seal), most=most)
+    read, found = Read(peers), {}
+    for rank, message in zip(peers, heard, strict=True):
+        with read.refusing(rank):
+            letter = unseal_message(message, expected, rank, seal)
+            if letter.header.kind is not header.kind:
+                raise WireError(f"kind: {letter.header.kind.name.lower()} where a {what} is due")
+            found[rank] = parse(letter)
+            read.letters[rank] = letter
+    yield from settle(read, header, expected, seal, what=what)
+    return [found[rank] for rank in peers]
 
 
 @dataclass(frozen=True)
@@ -282,12 +325,12 @@ class Summed:
                 read.letters[rank] = unseal_message(message, expected, rank, seal)
         headers = [letter.header for letter in read.letters.values()]
         if all(header.kind is Kind.FINISH for header in (say.header, *headers)):
-            yield from settle(read, say.header, expected, self.setting)
+            yield from settle(read, say.header, expected, seal)
             return HeardSum(headers, self.setting)
-        votes = _votes(verdict(read, say.header, self.setting)).to(self.setting.device)
+        votes = _votes(verdict(read, say.header, seal)).to(self.setting.device)
         total = yield Sum(self._vector([*self._numbers(say), votes]))
         if read.refused or not _unanimous(total[-len(votes) :], len(peers)):
-            yield from dispute(read, say.header, expected, self.setting)
+            yield from dispute(read, say.header, expected, seal)
         if any(header.kind is Kind.FAILURE for header in headers):
             return (yield from self._reasons(say, expected, peers, headers))
         # Divided by a tensor: on GPUs a Python number would be turned into a product with its reciprocal.

@@ -16,10 +16,10 @@ from torch import nn
 from overtone.codec import TopK
 from overtone.config import Run
 from overtone.layout import Slab
+from overtone.ledger import Ledger
 from overtone.methods import METHODS, Method, method_named
 from overtone.optimisers import INNER_STATES
 from overtone.tasks import TaskOptions, load_task
-from overtone.transport import Ledger
 from overtone.wire import HEADER_BYTES, Seal
 from overtone.words import human_bytes
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from overtone import runlog, settings
 from overtone.config import Run, Simulation
+from overtone.ledger import Ledger
 from overtone.methods import Method
 from overtone.record import Round
 from overtone.runlog import Record
 from overtone.tasks import Task
-from overtone.transport import Ledger
 
 
 def beginning(config: Run | Simulation, method: Method, task: Task, model: nn.Module, hosts: Sequence[Any]) -> Record:

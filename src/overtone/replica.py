@@ -24,12 +24,14 @@ from overtone.codec import Block
 from overtone.errors import GaveUpError, MethodError, ModelError, NotFiniteError, OvertoneError
 from overtone.exchange import Talk, hold
 from overtone.inner import Closure, InnerStep
+from overtone.joining import connect
 from overtone.kernels import kernels_for
+from overtone.ledger import Count
 from overtone.methods import Method, decoupled
 from overtone.parameters import Parameters
 from overtone.patterns import Heard, Say, Setting, pattern_for
 from overtone.record import Round
-from overtone.transport import Count, Transport, connect
+from overtone.transport import Transport
 from overtone.wire import MOST_REPLICAS, Expected, Header, Kind, Seal
 from overtone.work import Work
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from pathlib import Path
 from typing import IO
 
 from overtone import runlog
-from overtone.errors import OvertoneError
+from overtone.errors import OvertoneError, printable
 from overtone.files import write_whole
 from overtone.marks import present
 
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
+LOCK = "lock"
+PATIENCE = 2.0  # seconds: another replica of this run is about to let go, or it is another run's
+RUNS = Path("runs")
 
 
 class RunError(OvertoneError, RuntimeError):
@@ -22,13 +26,20 @@ class RunError(OvertoneError, RuntimeError):
 
 
 def fresh(method: str) -> Path:
-    """A new name below runs/."""
+    """A new directory below runs/."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{method}"
-    path, number = Path("runs") / name, 1
+    path, number = RUNS / name, 1
     while path.exists():
         number += 1
-        path = Path("runs") / f"{name}-{number}"
+        path = RUNS / f"{name}-{number}"
     return path
+
+
+def elected(name: object) -> Path:
+    """The directory below runs/ that another rank has chosen: it may choose a name there, and nothing else."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+        raise RunError(f"run {printable(str(name))}: chosen by rank 0, but not the name of a directory; give --out")
+    return RUNS / name
 
 
 def refuse_used(folder: Path, way_out: str | None = None) -> None:
@@ -45,26 +56,51 @@ def refuse_unused(folder: Path, why: str) -> None:
         raise RunError(f"{why} {folder}: no run there (it has no {CONFIG}); give the directory of a run")
 
 
-def claim(folder: Path) -> IO[str]:
+def claim(folder: Path, world: str | None = None) -> IO[str]:
     """Make the directory this run's own until the process ends: the kernel gives a lock back when its holder dies,
-    however it dies."""
+    however it dies. Replicas of one ``world`` hold it together; without one, a process holds it alone."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+")
+        file = (folder / LOCK).open("a+")
     except OSError as error:
         raise RunError(f"run {folder}: {error.strerror}; choose an --out that can be written") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        raise RunError(
-            f"run {folder}: in use by a live run (process {file.read().strip() or 'unknown'}); wait for it, or choose "
-            "another --out"
-        ) from error
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
+    if _locked(file, fcntl.LOCK_EX):  # nobody else is here
+        file.truncate(0)
+        file.write(f"{os.getpid()} {world or ''}\n")
+        file.flush()
+    if world is None:
+        if not _locked(file, fcntl.LOCK_EX):
+            raise _in_use(folder, file)
+        return file
+    # From alone to together is two steps for the kernel, and somebody else may come in between: who is here is read
+    # only when the lock is held.
+    if not _locked(file, fcntl.LOCK_SH, patience=PATIENCE) or _holder(file)[1:] != [world]:
+        raise _in_use(folder, file)
     return file
+
+
+def _locked(file: IO[str], kind: int, patience: float = 0.0) -> bool:
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.02)
+
+
+def _holder(file: IO[str]) -> list[str]:
+    """Process and world of whoever took the lock first."""
+    file.seek(0)
+    return file.read(200).split()
+
+
+def _in_use(folder: Path, file: IO[str]) -> RunError:
+    process = " ".join(_holder(file)[:1]) or "unknown"
+    file.close()
+    return RunError(f"run {folder}: in use by a live run (process {process}); wait for it, or choose another --out")
 
 
 def refuse_busy(folder: Path) -> None:

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -23,16 +22,18 @@ from overtone.replica import Replica
 from overtone.saver import Saver
 from overtone.tasks import Feed, Task, load_task
 from overtone.train import Own, Step, evaluate, local_steps, measure, prepare
-from overtone.transport import connect
+from overtone.transport import Solo, Torch
 from overtone.upkeep import Asked, Pulse, Upkeep
 from overtone.view import View
 
 # What may differ from host to host, or is compared by other means: the model by the greeting, the data by fingerprint.
-PRIVATE = ("out", "device", "threads", "port", "replicas", "task", "model", "data", "tokenizer")
+PRIVATE = ("out", "device", "threads", "timeout", "replicas", "task", "model", "data", "tokenizer")
 
 
 class Stopped(SystemExit):
     """A signal asked the run to stop, and everything was saved."""
+
+    orderly = True  # nothing is under way: the process may end as any other
 
     def __init__(self, name: str) -> None:
         super().__init__(128 + signal.Signals[name])
@@ -41,12 +42,12 @@ class Stopped(SystemExit):
 class Session:
     """Everything that one replica of a run holds."""
 
-    def __init__(self, config: Run, *, resume: bool, asked: Asked | None = None) -> None:
+    def __init__(self, config: Run, transport: Solo | Torch, *, resume: bool, asked: Asked | None = None) -> None:
         begun = time.perf_counter()
         self.asked = asked or Asked()
         self.config = config = config.resolved()
         self.method = config.choice.build()
-        self.transport = connect()  # first of all, so that what one replica cannot do is told to the others
+        self.transport = transport
         self.rank, self.size = self.transport.rank, self.transport.size
         self.upkeep = Upkeep(self.transport)
         self.task, self.feed = self.upkeep.all_or_none(self._load)
@@ -58,8 +59,8 @@ class Session:
             "training samples": len(self.task.train),
         }
         self._agree()
-        elected = self.upkeep.tell(str(rundir.fresh(self.method.name)))[0]
-        self.folder = config.out or Path(elected)
+        name = self.upkeep.tell(rundir.fresh(self.method.name).name)[0]
+        self.folder = config.out or rundir.elected(name)
         self.lock = self.upkeep.all_or_none(lambda: self._claim(resume))
         model, inner = self.upkeep.all_or_none(self._build)
         self.replica = Replica(model, inner, self.method, self.transport)
@@ -93,10 +94,10 @@ class Session:
         model = prepare(self.task.model(), self.config.training, device)
         return model, optimisers.build(model, self.config.training)
 
-    def _claim(self, resume: bool) -> IO[str] | None:
+    def _claim(self, resume: bool) -> IO[str]:
         if not resume:
             rundir.refuse_used(self.folder)
-        return rundir.claim(self.folder) if self.rank == 0 else None
+        return rundir.claim(self.folder, self.upkeep.world.hex())
 
     def _agree(self) -> None:
         """What the replicas' own greeting does not cover, such as the batch, must be equal everywhere too. So must the
@@ -168,19 +169,18 @@ class Session:
         try:
             if self._is_done:
                 return self._told_again()
-            self._train()
-            return self._finish()
+            pulse = Pulse(self.upkeep, self.replica.steps, self.asked)
+            self._train(pulse)
+            return self._finish(pulse)
         except GaveUpError as error:
             self._write("fail", why=str(error))
             raise
         finally:
             if self.log is not None:
                 self.log.close()
-            if self.lock is not None:
-                self.lock.close()
+            self.lock.close()
 
-    def _train(self) -> None:
-        pulse = Pulse(self.upkeep, self.replica.steps, self.asked)
+    def _train(self, pulse: Pulse) -> None:
         training, saving, feeds = self.config.training, self.config.saving, {self.rank: self.feed}
         assert saving.eval_every is not None
         assert saving.checkpoint_every is not None
@@ -253,8 +253,9 @@ class Session:
             return {"metrics_average": evaluate(self.task, average.with_values(self.replica.model, mean)),
                     "drift": drift}  # fmt: skip
 
-    def _finish(self) -> dict[str, Any]:
+    def _finish(self, pulse: Pulse) -> dict[str, Any]:
         last = self.replica.finish()
+        pulse.close()
         self.accounts.rounds(last)
         self.finished = {"rounds": self.replica.rounds - len(last), "rounds_finish": len(last)}
         self._save()

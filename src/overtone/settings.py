@@ -22,6 +22,7 @@ from overtone.config import ConfigError, Run
 
 T = TypeVar("T")
 
+RETIRED = ("port",)  # keys that earlier versions wrote and nothing needs any more
 TOLD = "OVERTONE_CONFIG"  # where a launcher leaves the whole configuration for its replicas
 
 
@@ -127,6 +128,8 @@ def _places(config: object, table: str = "", path: tuple[str, ...] = ()) -> Iter
 
 def _put(base: T, places: Mapping[str, Place], key: str, value: Any, where: str, table: str | None) -> T:
     name = key.replace("-", "_")
+    if name in RETIRED:
+        return base
     if name not in places:
         raise ConfigError(f"{where}: {key}: unknown{_nearest(name, places)}")
     home, path, hint = places[name]

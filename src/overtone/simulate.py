@@ -18,12 +18,12 @@ from overtone import saving
 from overtone.errors import OvertoneError
 from overtone.exchange import Broadcast, Exchange, Gather, Sum, Talk
 from overtone.inner import Closure
+from overtone.ledger import SIZE_BYTES, Ledger
 from overtone.methods import Method
 from overtone.network import Absence, Link
 from overtone.randomness import Randomness, seed_of
 from overtone.record import Round
 from overtone.replica import Replica
-from overtone.transport import SIZE_BYTES, Ledger
 
 T = TypeVar("T")
 

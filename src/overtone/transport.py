@@ -1,113 +1,35 @@
-"""From replica to replica. The only module of the science that imports `torch.distributed`.
+"""From replica to replica. A transport carries whole buffers and counts them; it knows nothing of what they mean.
 
-A transport carries whole buffers and counts them; it knows nothing of what they mean.
+With joining.py, which makes the process group, the only module of the science that imports `torch.distributed`.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+)
 
 from overtone.bits import bytes_tensor, tensor_bytes
-from overtone.errors import PeerError
+from overtone.board import Board, Store
+from overtone.errors import OvertoneError, PeerError, ToldError
+from overtone.ledger import Ledger
+from overtone.watchdog import Watchdog
 
-PHASES = ("setup", "rounds", "finish", "upkeep")
-SIZE_BYTES = 8  # the length of a message, told beside it
-
-
-@dataclass
-class Count:
-    """Bytes through this replica's network interface, and seconds spent waiting for them."""
-
-    sent: int = 0
-    received: int = 0
-    waiting: float = 0.0
-    hops: int = 0  # messages that had to pass one after another: each costs a link's latency
-
-
-@dataclass
-class Ledger:
-    """The one place that counts: the buffers really handed over, in the phase they belong to.
-
-    *setup* is the greeting and the first broadcast, *rounds* the training, *finish* the last messages, *upkeep* what a
-    run says besides (who was asked to stop, sums of a validation). `sent` and `received` are rounds and finish
-    together: what a method costs.
-    """
-
-    phase: str = "setup"
-    counts: dict[str, Count] = field(default_factory=lambda: {p: Count() for p in PHASES})
-
-    @property
-    def now(self) -> Count:
-        return self.counts[self.phase]
-
-    @property
-    def sent(self) -> int:
-        return self.counts["rounds"].sent + self.counts["finish"].sent
-
-    @property
-    def received(self) -> int:
-        return self.counts["rounds"].received + self.counts["finish"].received
-
-    @property
-    def waiting(self) -> float:
-        return self.counts["rounds"].waiting + self.counts["finish"].waiting
-
-    @property
-    def hops(self) -> int:
-        return self.counts["rounds"].hops + self.counts["finish"].hops
-
-    def gathered(self, buffer_bytes: int, size: int) -> None:
-        """A gather of equal buffers: each replica's goes to all others."""
-        self.now.sent += (size - 1) * buffer_bytes
-        self.now.received += (size - 1) * buffer_bytes
-        self.now.hops += min(1, size - 1)
-
-    def summed(self, buffer_bytes: int, size: int) -> None:
-        """A ring all-reduce: every part of the buffer passes each link twice, but for one hop each way."""
-        through = 2 * (size - 1) * buffer_bytes // size
-        self.now.sent += through
-        self.now.received += through
-        self.now.hops += 2 * (size - 1)
-
-    def broadcast(self, buffer_bytes: int, position: int, size: int) -> None:
-        """From the first replica down a binomial tree: replica r passes it on to r + 1, 2, 4 …, each above r itself."""
-        steps = (1 << i for i in range(size.bit_length()))
-        self.now.sent += buffer_bytes * sum(step > position and position + step < size for step in steps)
-        self.now.received += buffer_bytes if position else 0
-        self.now.hops += (size - 1).bit_length()
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """What is counted meanwhile belongs to this phase."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
-
-    @contextmanager
-    def wait(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.now.waiting += time.perf_counter() - begin
-
-    def state_dict(self) -> dict[str, list[float]]:
-        return {phase: [c.sent, c.received, c.waiting, c.hops] for phase, c in self.counts.items()}
-
-    def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        for phase, (sent, received, waiting, hops) in state.items():
-            self.counts[phase] = Count(int(sent), int(received), float(waiting), int(hops))
+MARGIN = 5.0  # seconds after its time-out at which torch gives up a collective by itself, so that a process can end
+FOREVER = timedelta(days=60)  # torch's own time-out of a group; each collective has one of ours
+_boards: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # how many transports a group has had here
 
 
 class Transport(Protocol):
@@ -156,18 +78,45 @@ class Solo:
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         pass
 
+    def leave(self, words: str) -> None:
+        pass
+
 
 class Torch:
-    """A `torch.distributed` process group: gloo over TCP, NCCL on GPUs. ``group=None`` is the default group."""
+    """A `torch.distributed` process group: gloo over TCP, NCCL on GPUs. ``group=None`` is the default group.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    ``timeout`` is how many seconds to wait for a peer that does not answer; by default it follows from how long rounds
+    take (see watchdog.py). A group that you made yourself has a time-out of its own besides: the shorter one counts.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, timeout: float | None = None, ledger: Ledger | None = None
+    ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.peers = range(self.size)
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
+        self._collectives = _of(group)
         on_gpu = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        name = str(self._collectives.group_name)
+        self.watchdog = Watchdog(Board(_store(), f"{name}.{next(_boards[name])}", self.rank, self.size), timeout)
+
+    def branch(self) -> Torch:
+        """Another way to the same peers, with an order of its own: what is said there does not wait for the rounds. Its
+        bytes go into the same ledger."""
+        members = dist.get_process_group_ranks(_of(self.group))
+
+        def made() -> Any:
+            return dist.new_group(members, timeout=FOREVER, backend="gloo", use_local_synchronization=True)
+
+        group = self.watchdog.call(made, self.watchdog.limit(), self.watchdog.board.absent, "joining once more")
+        return Torch(group, timeout=self.watchdog.timeout, ledger=self.ledger)
+
+    def leave(self, words: str) -> None:
+        """Last words, for peers that would otherwise only see a connection break."""
+        self.watchdog.board.leave(words)
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
@@ -175,45 +124,72 @@ class Torch:
         try:
             with self.ledger.wait():
                 yield
-        except PeerError:
+        except OvertoneError:
             raise
         except RuntimeError as error:
-            raise PeerError(
-                f"rank {self.rank} of {self.size}: the exchange broke off ({error}). A replica died, the network was "
-                "cut or the process group's time-out passed; no weight was touched. Restart all from a checkpoint"
+            raise ToldError(
+                f"rank {self.rank} of {self.size}: the exchange broke off: {self.watchdog.broken(error)}; no "
+                "weight was touched. Restart all from a checkpoint"
             ) from error
+
+    def _run(self, options: Any, size: int, start: Callable[[Any], Any]) -> None:
+        """One collective of so many bytes, to its end. Every rank must come here for the same one."""
+        limit = self.watchdog.limit(size)
+        options.timeout = timedelta(seconds=limit + MARGIN)
+        work = start(options)
+        if self.device.type == "cuda":
+            work.wait()  # the host does not wait for a GPU's collective: nothing to watch over here
+        else:
+            self.watchdog.wait(lambda seconds: _is_done(work, seconds), limit)
+
+    def _gathered(self, buffer: Tensor) -> list[Tensor]:
+        """Everybody's buffer; all have the same size."""
+        heard = [torch.empty_like(buffer) for _ in range(self.size)]
+        through = buffer.numel() * buffer.element_size()
+        self._run(
+            AllgatherOptions(), through * (self.size - 1), lambda o: self._collectives.allgather([heard], [buffer], o)
+        )
+        self.ledger.gathered(through, self.size)
+        return heard
 
     def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
         with self._exchanging():
             longest = len(message)
             if most is not None:
                 mine = torch.tensor([longest], dtype=torch.int64, device=self.device)
-                sizes = [torch.empty_like(mine) for _ in range(self.size)]
-                dist.all_gather(sizes, mine, group=self.group)
-                self.ledger.gathered(SIZE_BYTES, self.size)
                 # gloo and NCCL gather equal sizes only: the longest message sets the length.
-                longest = _checked(sizes, most)
+                longest = _checked(self._gathered(mine), most)
             buffer = bytes_tensor(message.ljust(longest, b"\0"), torch.uint8).to(self.device)
-            heard = [torch.empty_like(buffer) for _ in range(self.size)]
-            dist.all_gather(heard, buffer, group=self.group)
-            self.ledger.gathered(longest, self.size)
-            return [tensor_bytes(one.cpu()) for one in heard]
+            return [tensor_bytes(one.cpu()) for one in self._gathered(buffer)]
+
+    def begin_gather(self, message: bytes) -> Begun:
+        """A gather of messages of one length that nobody waits for yet."""
+        buffer = bytes_tensor(message, torch.uint8)
+        heard = [torch.empty_like(buffer) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = FOREVER
+        work = self._collectives.allgather([heard], [buffer], options)
+        with self.ledger.during("upkeep"):
+            self.ledger.gathered(len(message), self.size)
+        return Begun(self, work, heard)
 
     def sum(self, buffer: Tensor) -> Tensor:
         with self._exchanging():
             here = buffer.to(self.device)
-            dist.all_reduce(here, group=self.group)
-            self.ledger.summed(here.numel() * here.element_size(), self.size)
+            through = here.numel() * here.element_size()
+            self._run(AllreduceOptions(), 2 * through, lambda o: self._collectives.allreduce([here], o))
+            self.ledger.summed(through, self.size)
             return here.to(buffer.device)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
         raws = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         if not raws:
             return
         with self._exchanging():
             everything = torch.cat([raw.to(self.device) for raw in raws])
-            dist.broadcast(everything, src=source, group=self.group)
+            # Down a tree: each level waits for the one above.
+            through = everything.numel() * self.size.bit_length()
+            self._run(BroadcastOptions(), through, lambda o: self._collectives.broadcast([everything], o))
         self.ledger.broadcast(everything.numel(), self.rank, self.size)
         if self.rank == 0:
             return
@@ -221,6 +197,48 @@ class Torch:
         for tensor, part in zip((t for t in tensors if t.numel()), parts, strict=True):
             here = part.to(tensor.device, copy=True).view(tensor.dtype).view(tensor.shape)
             tensor.detach().copy_(here)
+
+
+class Begun:
+    """A gather that is under way."""
+
+    def __init__(self, transport: Torch, work: Any, heard: Sequence[Tensor]) -> None:
+        self.transport = transport
+        self._work = work
+        self._heard = heard
+
+    def messages(self, *, wait: bool = False) -> list[bytes] | None:
+        """Everybody's, or None as long as some have not come."""
+        with self.transport._exchanging():
+            if wait:
+                watchdog = self.transport.watchdog
+                watchdog.wait(lambda seconds: _is_done(self._work, seconds), watchdog.limit())
+            elif not self._work.is_completed() or not _is_done(self._work, 0.0):
+                return None
+        return [tensor_bytes(one) for one in self._heard]
+
+
+def _is_done(work: Any, seconds: float) -> bool:
+    """Wait so long for a collective. It raises when it failed; it also does when the time is over, and may go on."""
+    try:
+        work.wait(timedelta(seconds=max(seconds, 0.001)))
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def _of(group: dist.ProcessGroup | None) -> Any:
+    """The group itself, typed as what it can do in every torch: a collective takes options, with a time-out each."""
+    return dist.group.WORLD if group is None else group
+
+
+def _store() -> Store | None:
+    """The store through which the default group met; where torch does not tell, boards stay empty."""
+    ask = getattr(dist.distributed_c10d, "_get_default_store", None)
+    store: Store | None = None if ask is None else ask()
+    return store
 
 
 def _checked(sizes: Sequence[Tensor], most: int) -> int:
@@ -232,23 +250,3 @@ def _checked(sizes: Sequence[Tensor], most: int) -> int:
                 f"rank {rank} announces a message of {size} bytes, where {most} are the most; it was refused"
             )
     return max(told)
-
-
-def connect() -> Transport:
-    """The world this process was started in: the default process group if there is one, else a world of one.
-
-    Under ``torchrun`` the group is created here, on gloo, if the user's script has not made one: messages are small and
-    packed on the CPU, and TCP is what joins distant machines. Initialise NCCL yourself for a fast local network.
-    """
-    if not dist.is_available():
-        return Solo()
-    if not dist.is_initialized():
-        if not dist.is_torchelastic_launched():
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise PeerError(
-                    f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but there is no process group and this is not torchrun: "
-                    "each process would train by itself. Use torchrun, or call init_process_group() first"
-                )
-            return Solo()
-        dist.init_process_group("gloo")
-    return Torch()

@@ -24,7 +24,7 @@ from enum import IntEnum
 from overtone.errors import MethodError, WireError
 
 MAGIC = b"OVTN"
-VERSION = 2
+VERSION = 3
 MOST_REPLICAS = 1 << 16  # a sender's rank has two bytes
 KEYED = 0x80  # bit of the kind's byte that says: sealed by HMAC
 _HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
@@ -39,6 +39,7 @@ class Kind(IntEnum):
     FINISH = 4  # the sender has nothing more to say; the anchor's fingerprint is the last one
     DISPUTE = 5  # the sender could not read a message, or not the same as others; the body says which
     GREETING = 6  # before the first round
+    CONTROL = 7  # what the replicas of a run tell each other besides the rounds; the round is a counter of its own
 
 
 @dataclass(frozen=True)

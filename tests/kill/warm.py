@@ -67,7 +67,7 @@ def ended() -> list[tuple[int, int]]:
 
 
 class Forked(subprocess.Popen[bytes]):
-    """What torch's launcher starts: a process that was forked beforehand gets arguments, environment and session."""
+    """What the launcher starts: a process that was forked beforehand gets arguments, environment and session."""
 
     waiting: list[tuple[int, socket.socket]] = []  # noqa: RUF012
 
@@ -101,13 +101,14 @@ def fork_replicas(count: int) -> dict[str, Any] | None:
 def become(request: dict[str, Any]) -> None:
     """`overtone …` in this process, as a launcher or as one of its replicas."""
     import sitecustomize as moments
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from overtone import launch
 
     os.chdir(request["cwd"])
     if request["file_limit"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit"], request["file_limit"]))
     os.environ.update(request["env"])
-    subprocess_handler.Popen = Forked  # type: ignore[misc]
+    launch.Popen = Forked  # type: ignore[misc]
     sys.argv = ["overtone", *request["args"]]
     if job := fork_replicas(request["replicas"]):
         os.environ.clear()
@@ -125,7 +126,6 @@ def become(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     import torch
     import torch._dynamo  # every optimiser loads it
-    import torch.distributed.launcher.api
     import torch.utils.tensorboard
 
     for name in ("commands", "launch", "session", "tasks.language", *sys.argv[2:]):

@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overtone import optimisers
 from overtone.config import TrainBench, Training
+from overtone.joining import connect
 from overtone.methods import ddp, decoupled
 from overtone.replica import Replica
 from overtone.tasks import Task, load_task
 from overtone.train import Own, local_steps
-from overtone.transport import Solo, Transport, connect
+from overtone.transport import Solo, Transport
 from overtone.upkeep import Upkeep
 
 Segment = Callable[[], float]  # runs some steps; seconds they took
