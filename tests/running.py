@@ -94,6 +94,12 @@ class Live:
             self.output = -1
         return Ended(self.wait(), self.said.decode())
 
+    def read(self) -> bytes:
+        """What it has said so far."""
+        while select.select([self.output], [], [], 0)[0] and (some := os.read(self.output, 1 << 16)):
+            self.said += some
+        return self.said
+
     def kill(self) -> None:
         """Whatever is left of it: every process whose output this is."""
         with suppress(OSError):  # closed: it has ended

@@ -352,21 +352,22 @@ def test_a_run_that_has_lost_all_its_checkpoints_does_not_begin_anew_unasked(cut
 
 
 def test_asked_to_stop_it_saves_first(trial: Trial, unbroken: Trial) -> None:
-    """In a step, in a round, during a validation; by the launcher's SIGTERM and SIGINT. Nothing runs twice."""
-    loss = "tasks.language:LanguageTask.loss"
+    """In a step, in a round, during a validation; by the launcher's SIGTERM and SIGINT. Nothing runs twice. A replica
+    that was asked begins no further step, so the others come no further than the next round."""
     attentive = trial.on(env={"OVERTONE_PULSE": "0"})
-    for moment, step, name in (
-        (before(loss, step=1, does="terminate launcher"), 2, "SIGTERM"),
-        (before(loss, rank=1, step=6, does="interrupt launcher"), 7, "SIGINT"),
-        (after("replica:Replica._propose", rank=1, step=12, does="terminate launcher"), 12, "SIGTERM"),
-        (before("replica:Replica._absorb", step=16, does="interrupt launcher"), 16, "SIGINT"),
-        (after("session:measure", step=20, does="terminate launcher"), 20, "SIGTERM"),
+    loss = "tasks.language:LanguageTask.loss"
+    for moment, first, name in (
+        (before("replica:Replica._absorb", step=4, does="interrupt launcher"), 4, "SIGINT"),
+        (after("session:measure", step=10, does="terminate launcher"), 10, "SIGTERM"),
+        (after("replica:Replica._propose", rank=1, step=16, does="terminate launcher"), 16, "SIGTERM"),
+        (before(loss, rank=1, step=20, does="interrupt launcher"), 21, "SIGINT"),
     ):
         ended = attentive.stopped_at(moment)
         assert ended.status == 128 + signal.Signals[name], ended
+        step = trial.newest().step
+        assert first <= step <= (first // EVERY + 1) * EVERY
         assert f"{name}: saved step {step}; overtone train --resume {trial.folder} goes on" in ended.said
         assert "Traceback" not in ended.said
-        assert trial.newest().step == step
         assert trial.log()[-1]["step"] == step
     trial.finished()
     assert [record["step"] for record in trial.raw("train")] == list(range(1, STEPS + 1))
@@ -380,8 +381,9 @@ def test_one_replica_asked_to_stop_stops_all(trial: Trial, unbroken: Trial) -> N
     moment = before("tasks.language:LanguageTask.loss", rank=1, step=6, does="terminate myself")
     ended = trial.on(env={"OVERTONE_PULSE": "0"}).stopped_at(moment)
     assert ended.status not in (0, None)
-    assert f"SIGTERM: saved step 7; overtone train --resume {trial.folder} goes on" in ended.said
-    assert "elastic/errors.html" not in ended.said, "torch's own words for a stop that went well"
+    step = trial.newest().step
+    assert 7 <= step <= 8  # it holds after its step, and the other comes to the next round at most
+    assert f"SIGTERM: saved step {step}; overtone train --resume {trial.folder} goes on" in ended.said
     assert_equal(trial.finished().trees(), unbroken.trees(), "end")
 
 
@@ -398,11 +400,13 @@ def test_a_replica_of_an_outer_torchrun_asked_to_stop_stops_all(trial: Trial, un
     moment = before("tasks.language:LanguageTask.loss", rank=1, does="terminate myself")
     ended = outer.stopped_at(moment)
     assert ended.status != 0
-    assert f"SIGTERM: saved step 1; overtone train --resume {trial.folder} goes on" in ended.said
-    assert trial.newest().step == 1
+    step = trial.newest().step
+    assert 1 <= step <= EVERY
+    assert f"SIGTERM: saved step {step}; overtone train --resume {trial.folder} goes on" in ended.said
     trial.finished()
     assert [record["step"] for record in trial.raw("train")] == list(range(1, STEPS + 1))
-    assert_same(trial, unbroken)
+    assert trial.log() == unbroken.log()
+    assert_equal(trial.trees(), unbroken.trees(), "end")
 
 
 def test_a_long_run_hears_of_a_signal_within_seconds(trial: Trial, tmp_path: Path) -> None:
@@ -434,7 +438,7 @@ def change(request: pytest.FixtureRequest) -> tuple[int, int]:
     return found
 
 
-STOP = before("tasks.deal:Dealt.next", step=10, does="terminate launcher")  # and stop after step 11
+STOP = before("tasks.deal:Dealt.next", step=10, does="terminate launcher")  # and stop after step 11, or soon
 
 
 @pytest.fixture
@@ -473,13 +477,15 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
     ended = changed.stopped_at(STOP)
     assert ended.status == 143, ended
     assert f"goes on from step 9, saved by {old} replicas" in ended.said
-    now = changed.trees(marks.Mark(11, False, new))
+    step = changed.newest().step
+    assert 11 <= step < 16
+    now = changed.trees()
     for tree in now:
         for name in ("anchor", "momentum"):
             assert torch.equal(tree["replica"]["state"][name], then[0]["replica"]["state"][name])
-        assert tree["replica"]["counts"] == {"steps": 11, "rounds": 1, "steps_at_round": 8}
-        was = then[0]["feed"]
-        assert tree["feed"] == {"epoch": was["epoch"], "taken": 4, "cuts": [[old, was["taken"]]], "replicas": new}
+        assert tree["replica"]["counts"] == {"steps": step, "rounds": 1, "steps_at_round": 8}
+        was, taken = then[0]["feed"], 2 * (step - 9)
+        assert tree["feed"] == {"epoch": was["epoch"], "taken": taken, "cuts": [[old, was["taken"]]], "replicas": new}
         assert tree["replica"]["ledger"] == then[0]["replica"]["ledger"]
     residuals = [[tree["replica"]["state"]["residual"] for tree in trees] for trees in (now, then)]
     assert torch.allclose(mean_of(residuals[0]), mean_of(residuals[1]), atol=1e-6, rtol=0)
@@ -532,7 +538,8 @@ def test_another_number_of_replicas_without_consensus(change: tuple[int, int], r
     changed = trial.on(replicas=new)
     ended = changed.stopped_at(STOP)
     assert ended.status == 143, ended
-    for rank, tree in enumerate(changed.trees(marks.Mark(11, False, new))):
+    assert 11 <= changed.newest().step < 16
+    for rank, tree in enumerate(changed.trees()):
         assert_equal(tree["replica"]["state"], then[rank % old]["replica"]["state"], f"replica {rank}")
         assert_equal(tree["replica"]["signal"], then[rank % old]["replica"]["signal"], f"replica {rank}")
     changed.finished()
@@ -807,7 +814,7 @@ def test_a_directory_is_free_again_when_its_run_was_killed(trial: Trial, unbroke
     hold = Moment("overtone.tasks.language:LanguageTask.loss", count=5, until=("never",), does="nothing")
     with running(trial.start(moment=hold)) as live:
         wait_until(lambda: all((trial.folder / path).exists() for path in saved(3)), "the first checkpoint")
-        pid = int((trial.folder / "lock").read_text())
+        pid = int((trial.folder / "lock").read_text().split()[0])
         ended = trial.go(resume=True)
         assert f"in use by a live run (process {pid})" in one_line(ended.said)
         live.kill()

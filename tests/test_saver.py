@@ -14,7 +14,6 @@ from overtone.nest import apart
 from overtone.saver import Saver
 from overtone.tasks.deal import Dealt, Deck
 from overtone.tasks.task import Tensors
-from overtone.upkeep import Upkeep
 
 
 def put(folder: Path, mark: Mark, rank: int, tree: Any = None) -> Path:
@@ -86,28 +85,3 @@ def test_nobody_s_shard_is_too_small_for_the_batch_that_is_promised(skew: float)
             assert max(lengths) - min(lengths) <= 1
             if batch := size // replicas:
                 Dealt(Tensors(torch.arange(size)), deck, replicas - 1, replicas, batch=batch).next()
-
-
-def test_what_one_rank_cannot_do_is_told_to_all() -> None:
-    from overtone.transport import Solo
-
-    class Two(Solo):
-        """The other rank is well, or not."""
-
-        size = 2
-
-        def __init__(self, other: bytes) -> None:
-            super().__init__()
-            self.other = other
-
-        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:  # noqa: ARG002
-            return [message, self.other]
-
-    def fails() -> None:
-        raise OvertoneError("no such file")
-
-    assert Upkeep(Two(b'""')).all_or_none(lambda: 3) == 3
-    with pytest.raises(OvertoneError, match=r"^no such file$"):
-        Upkeep(Two(b'""')).all_or_none(fails)
-    with pytest.raises(OvertoneError, match=r"^rank 1: no room$"):
-        Upkeep(Two(b'"no room"')).all_or_none(lambda: 3)

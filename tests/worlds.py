@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,26 @@ def _rank(rank: int, size: int, folder: str, job: Callable[..., Any], args: tupl
     dist.destroy_process_group()
 
 
+def is_stopped(pid: int | None) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def run(job: Callable[..., Any], *args: Any, size: int, folder: Path) -> list[dict[str, Any]]:
     """``job(*args)`` on every rank; per rank {"value": …}, {"error": …, "trace": …}, or {"died": signal}."""
     context = mp.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(rank, size, str(folder), job, args)) for rank in range(size)]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join(timeout=300)
-        if process.is_alive():  # a rank that hangs is a failed test, not a hung one
-            process.kill()
-            process.join()
+    deadline = time.monotonic() + 300
+    while any(process.is_alive() for process in ranks):
+        alive = [process for process in ranks if process.is_alive()]
+        # A rank that hangs is a failed test, not a hung one; one that froze itself on purpose has no more to say.
+        if time.monotonic() > deadline or all(is_stopped(process.pid) for process in alive):
+            for process in alive:
+                process.kill()
+        alive[0].join(timeout=0.1)
     found = []
     for rank, process in enumerate(ranks):
         path = folder / f"result{rank}"

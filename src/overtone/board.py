@@ -24,8 +24,8 @@ from overtone.errors import printable
 T = TypeVar("T")
 U = TypeVar("U")
 
-PERIOD = 2.0  # seconds between two looks at the board
-SILENT = 5 * PERIOD  # seconds without a new note after which a replica that was waiting counts as silent
+PERIOD = 2.0  # seconds between two looks at the board, or less where the time-out is short
+SILENT = 5  # periods without a new note after which a replica that was waiting counts as silent
 LONGEST = 512  # bytes of a note
 ANSWER = 3.0  # seconds that a store has to answer when a replica is about to leave
 
@@ -59,6 +59,7 @@ class Board:
         self.rank = rank
         self.others = [other for other in range(size) if other != rank]
         self.exchange = 0
+        self.period = PERIOD
         self._host = socket.gethostname()
         self._beat = 0
         self._notes: dict[int, Note] = {}
@@ -73,10 +74,11 @@ class Board:
         self.exchange += 1
         self._opened = math.inf
 
-    def open(self) -> None:
+    def open(self, period: float = PERIOD) -> None:
         """Begin to tell the others that this replica waits, and to look who else does."""
         if self.store is None or self._stop is not None:
             return
+        self.period = period
         self._stop = threading.Event()
         self._opened = self._answered = time.monotonic()
         # A thread: a store that is cut off does not answer, and whoever waits must go on hearing signals.
@@ -97,14 +99,14 @@ class Board:
                     if note and (known is None or known.beat != note.beat):
                         self._notes[other] = note
                 self._answered = time.monotonic()
-                stop.wait(PERIOD)
+                stop.wait(self.period)
 
     def absent(self) -> dict[int, str]:
         """Who is waited for, and what is known of it; empty if nothing is."""
         now = time.monotonic()
-        if now - self._opened < PERIOD:
+        if now - self._opened < self.period:
             return {}
-        if now - self._answered > SILENT:
+        if now - self._answered > SILENT * self.period:
             away = [0] if self.rank else self.others
             return dict.fromkeys(away, "the store of this world does not answer, or this host is cut off")
         found = {}
@@ -112,13 +114,13 @@ class Board:
             note = self._notes.get(other)
             if note is None or note.exchange < self.exchange:
                 found[other] = "it has not come to this exchange"
-            elif note.exchange == self.exchange and now - note.seen > SILENT:
+            elif note.exchange == self.exchange and now - note.seen > SILENT * self.period:
                 found[other] = f"it came and has been silent for {now - note.seen:.0f} s"
         return found
 
     def speaks(self) -> bool:
         """One voice per host is enough: that of the first rank there that is known to wait."""
-        fresh, here = time.monotonic() - SILENT, (self.exchange, self._host)
+        fresh, here = time.monotonic() - SILENT * self.period, (self.exchange, self._host)
         return not any(
             other < self.rank and (note.exchange, note.host) == here and note.seen > fresh
             for other, note in self._notes.items()

@@ -137,6 +137,8 @@ class Pulse:
             return self.asked.name
         self._next = step
         self._look()
+        while self.asked.name and self._stop is None:  # who was asked to stop begins no further step
+            self._look(wait=True)
         if self._stop is not None and step >= self._stop[1]:
             return self._stop[0]
         self._next = step + 1
@@ -153,13 +155,13 @@ class Pulse:
         if self._begun is not None:
             self._heard(wait=True)
 
-    def _look(self) -> None:
+    def _look(self, *, wait: bool = False) -> None:
         """Say a word if it is time for one; hear everybody's if all have come."""
         if self._stop is not None:
             return
         if self._begun is None and (self.asked.name or time.monotonic() >= self._due):
             self._begin()
-        heard = self._heard()
+        heard = self._heard(wait=wait)
         if heard is None:
             return
         self._due = time.monotonic() + SECONDS

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from overtone.board import Board
+from overtone.board import PERIOD, Board
 from overtone.errors import MethodError, PeerError
 
 T = TypeVar("T")
@@ -33,7 +33,9 @@ class Watchdog:
     """Guards the waiting of one replica."""
 
     def __init__(self, board: Board, timeout: float | None = None) -> None:
-        if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout <= LONGEST):
+        if timeout is not None and not (
+            isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout <= LONGEST
+        ):
             raise MethodError(
                 f"timeout={timeout!r}: seconds to wait for a peer, above 0, at most {LONGEST:.0f}; leave it out to "
                 "let it follow from how long rounds take"
@@ -64,12 +66,13 @@ class Watchdog:
         missing = missing or self.board.absent
         self.board.enter()
         notice = NOTICE
+        soon, period = min(SOON, limit / 4), min(PERIOD, limit / 8)
         try:
             while not done(SLICE):
                 self.idle()
                 waited = time.monotonic() - begin
-                if waited > SOON:
-                    self.board.open()
+                if waited > soon:
+                    self.board.open(period)
                 if waited >= limit:
                     self._give_up(missing(), waited, since, what)
                 if waited >= notice:

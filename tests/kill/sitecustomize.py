@@ -107,6 +107,7 @@ def send(pid: int, number: signal.Signals) -> None:
 DEEDS = {
     "kill all": kill_all,
     "kill launcher": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "kill myself": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "terminate launcher": lambda: send(os.getppid(), signal.SIGTERM),
     "interrupt launcher": lambda: send(os.getppid(), signal.SIGINT),

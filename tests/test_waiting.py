@@ -1,0 +1,197 @@
+"""Peers that freeze, come late or are cut off: named on every survivor, within the time-out; signals are heard.
+
+Processes stop themselves (SIGSTOP) at a chosen moment. From outside that is what a frozen or black-holed peer looks
+like: sockets open, and nobody there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import overtone
+import worlds
+from overtone import Replica, watchdog
+from overtone.board import Board
+from overtone.errors import MethodError, PeerError
+from overtone.transport import Torch
+from overtone.watchdog import LEAST, ROUNDS, SLOWEST, Watchdog
+from running import Cold, Moment, Trial, before, running, wait_until
+from scenario import METHODS, backward, batches, build
+
+FROZEN = 1
+PATIENT = 8.0  # seconds
+TINY = ("--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--valid-samples", "8", "--batch", "2")
+PACE = ("--steps", "24", "--every", "4", "--checkpoint-every", "3", "--eval-every", "5", "--log-every", "1")
+
+
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Freezing(Torch):
+    """Stops before the verdict of a round."""
+
+    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
+        if most is None:
+            freeze()
+        return super().gather(message, most=most)
+
+
+def train_a_round(replica: Replica) -> None:
+    for batch, _ in zip(batches(dist.get_rank()), range(replica.method.every or 1), strict=False):
+        backward(replica, batch)
+        replica.local_step()
+    overtone.exchange.hold(replica.rounding(), replica.transport)
+
+
+def freezing(moment: str) -> dict[str, object]:
+    """Three replicas, of which rank 1 freezes at this moment of its life. Only then is time short: what a replica does
+    for the first time may take long here."""
+    rank, transport = dist.get_rank(), Torch()
+    method = METHODS["diloco" if moment == "sum" else "decoupled"]
+    steps: dict[str, Callable[[Replica], object]] = {
+        "joining": lambda r: Replica(*build(rank), method, transport),
+        "round": train_a_round,
+        "sum": train_a_round,
+        "verdict": train_a_round,
+        "finish": lambda r: r.finish(),
+    }
+    replica = Replica(*build(rank), method, transport)
+    train_a_round(replica)
+    dist.barrier()
+    transport.watchdog.timeout = PATIENT
+    if rank == FROZEN and moment == "verdict":
+        transport.__class__ = Freezing
+    elif rank == FROZEN:
+        freeze()
+    anchor = replica.fingerprint
+    try:
+        steps[moment](replica)
+    except PeerError as error:
+        return {"told": str(error), "same": replica.fingerprint == anchor}
+    return {"told": "nothing"}
+
+
+@pytest.mark.parametrize("moment", ["joining", "round", "sum", "verdict", "finish"])
+def test_a_frozen_peer_is_named_on_every_survivor(moment: str, tmp_path: Path) -> None:
+    first, frozen, last = worlds.run(freezing, moment, size=3, folder=tmp_path)
+    assert frozen == {"died": -signal.SIGKILL}  # by this test, when the others had ended
+    for survivor in (first, last):
+        assert "value" in survivor, survivor
+        told = survivor["value"]["told"]
+        assert "rank 1 did not answer for" in told, told
+        assert "rank 0 did not" not in told
+        assert "rank 2 did not" not in told
+        assert "no weight was touched" in told
+        assert survivor["value"]["same"]
+
+
+def late(folder: str) -> dict[str, str]:
+    """Rank 1 comes only when rank 0 has said that it waits for it."""
+    rank, transport = dist.get_rank(), Torch()
+    watchdog.NOTICE = 6.0
+    said, heard = Path(folder, "said"), []
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+            said.touch()
+
+    logging.getLogger("overtone").addHandler(Note())
+    if rank == 1:
+        while not said.exists():
+            time.sleep(0.01)
+    transport.gather(b"x", most=8)
+    return {"heard": "\n".join(heard)}
+
+
+def test_after_a_while_a_line_says_for_whom(tmp_path: Path) -> None:
+    first, second, last = worlds.run(late, str(tmp_path), size=3, folder=tmp_path)
+    waits, goes_on = first["value"]["heard"].splitlines()[:2]
+    assert waits.startswith("overtone: rank 0: waiting for rank 1 since ")
+    assert "gives up after 600 s" in waits
+    assert goes_on.startswith("overtone: rank 0: goes on after ")
+    assert second["value"]["heard"] == ""
+    assert last["value"]["heard"] == ""  # one voice per host
+
+
+def test_the_default_follows_from_how_long_rounds_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now)
+    dog = Watchdog(Board(None, "x", 0, 2))
+    assert dog.limit() == LEAST
+    assert dog.limit(SLOWEST * 100) == LEAST + 100  # a large message on a thin wire
+    now += 2000.0  # this replica has computed that long: its peers may need a few times as much
+    assert dog.limit() == ROUNDS * 2000
+    dog.wait(lambda _: True, dog.limit())
+    assert dog.limit() == ROUNDS * 2000  # and in later rounds too
+    assert Watchdog(Board(None, "x", 0, 2), timeout=5.0).limit(10**12) == 5.0
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "a", True, 1e9])
+def test_a_time_out_beyond_reason_is_refused(timeout: object) -> None:
+    with pytest.raises(MethodError, match="timeout="):
+        Watchdog(Board(None, "x", 0, 2), timeout)  # type: ignore[arg-type]
+
+
+# -- whole runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Trial:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: the quick brown fox {i * 7919 % 1000} jumps over it\n" for i in range(200)))
+    return Trial(Cold(), tmp_path / "run", ("--data", str(text), *TINY, *PACE), replicas=3)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        Moment("start", rank=1, does="freeze"),
+        before("checkpoint:write", rank=1, does="freeze"),
+        before("saver:Saver.settle", rank=1, count=3, does="freeze"),
+    ],
+    ids=["joining", "writing a checkpoint", "a checkpoint's end"],
+)
+def test_a_frozen_replica_ends_the_run_with_the_true_cause(moment: Moment, trial: Trial) -> None:
+    """The launcher kills it in the end, and does not call that the cause."""
+    ended = trial.stopped_at(moment, "--timeout", str(PATIENT))
+    assert ended.status == 1, ended
+    (line,) = [line for line in ended.said.splitlines() if line.startswith("overtone: ")]
+    assert "rank 1 did not answer for" in line, line
+    assert "SIGKILL" not in ended.said
+    assert "Traceback" not in ended.said
+
+
+def test_a_second_signal_ends_everything_at_once(trial: Trial) -> None:
+    """Also where the replicas wait for one that is frozen, and can neither save nor stop."""
+    moment = before("replica:Replica._propose", rank=1, count=2, does="freeze")
+    with running(trial.start(moment=moment)) as live:
+        wait_until(trial.note.exists, "the replica to freeze")
+        pids = [int(p) for p in Path(f"/proc/{live.pid}/task/{live.pid}/children").read_text().split()]
+        assert len(pids) == 3
+        os.kill(live.pid, signal.SIGTERM)
+        wait_until(lambda: b"a second signal" in live.read(), "the launcher to pass the first on")
+        os.kill(live.pid, signal.SIGTERM)
+        ended = live.end(patience=60)
+    assert ended.status == 128 + signal.SIGTERM
+    assert "ended at once by a second signal" in ended.said
+    assert "Traceback" not in ended.said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_run_leaves_nothing_in_the_temporary_directory(trial: Trial, tmp_path: Path) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    fine = trial.on(env={"TMPDIR": str(place)})
+    assert fine.go("--steps", "4").status == 0
+    left = [path.name for path in place.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own cache
+    assert left == []
