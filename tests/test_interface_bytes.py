@@ -19,12 +19,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 import overtone
+from namespaces import WIRE, address, network
 from overtone import Method, Replica
 
 SIZE = 4
@@ -42,7 +40,6 @@ ROUNDS = 5
 SIDE = 1024  # of the square matrix that is the model
 LEAST = 1 << 20  # bytes in a message; below some 70 kB headers and framing are more than 5 %
 EXTRA = 0.05
-WIRE = "wire"  # the interface's name inside a namespace, where there is no other
 QUIET = 0.25  # seconds; the kernel delays an acknowledgement by 0.2 at most
 PATIENCE = 120  # seconds for all ranks together
 
@@ -116,47 +113,6 @@ def main(result: str) -> None:
 # -- around the ranks ----------------------------------------------------------------------------------------------
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
-
-
-def address(rank: int) -> str:
-    return f"10.77.0.{rank + 1}"
-
-
-def join(namespaces: list[str], switch: str) -> None:
-    """A bridge in the namespace ``switch``, and an interface on it in each of the others."""
-    ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-    ip("-n", switch, "link", "set", "bridge", "up")
-    for rank, name in enumerate(namespaces):
-        port = f"port{rank}"
-        ip("link", "add", WIRE, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
-        ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-        ip("-n", name, "address", "add", f"{address(rank)}/24", "dev", WIRE)
-        ip("-n", name, "link", "set", WIRE, "up")
-        ip("-n", name, "link", "set", "lo", "up")
-
-
-@contextmanager
-def network() -> Iterator[list[str]]:
-    """A namespace per rank, by name; nothing of it is seen outside, and nothing of it stays. Skips if it cannot be."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces take root")
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces take the command `ip` (iproute2)")
-    *ranks, switch = names = [f"overtone-{os.getpid()}-{place}" for place in (*range(SIZE), "switch")]
-    with ExitStack() as leaving:  # interfaces and bridge go with the namespace they are in
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                leaving.callback(ip, "netns", "delete", name)
-            join(ranks, switch)
-            ip("netns", "exec", ranks[0], "true")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: `{' '.join(error.cmd)}` said {error.stderr.strip()!r}")
-        yield ranks
-
-
 def run_ranks(namespaces: list[str], folder: Path) -> list[dict[str, dict[str, dict[str, int]]]]:
     """This file as a program, once in each namespace; what every rank found."""
     results = [folder / f"result{rank}.json" for rank in range(SIZE)]
@@ -191,7 +147,7 @@ def run_ranks(namespaces: list[str], folder: Path) -> list[dict[str, dict[str, d
 
 def test_the_interface_counts_what_the_ledger_counts(tmp_path: Path) -> None:
     """For messages over 1 MB, within 5 %, on every rank, both ways, gathered and summed."""
-    with network() as namespaces:
+    with network(SIZE) as namespaces:
         found = run_ranks(namespaces, tmp_path)
     extras = {}
     for name, method in METHODS.items():

@@ -58,7 +58,7 @@ def freezing(moment: str) -> dict[str, object]:
     rank, transport = dist.get_rank(), Torch()
     method = METHODS["diloco" if moment == "sum" else "decoupled"]
     steps: dict[str, Callable[[Replica], object]] = {
-        "joining": lambda r: Replica(*build(rank), method, transport),
+        "joining": lambda _: Replica(*build(rank), method, transport),
         "round": train_a_round,
         "sum": train_a_round,
         "verdict": train_a_round,
