@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,12 +25,16 @@ def _rank(rank: int, size: int, folder: str, job: Callable[..., Any], args: tupl
     dist.destroy_process_group()
 
 
-def run(job: Callable[..., Any], *args: Any, size: int, folder: Path) -> list[dict[str, Any]]:
-    """``job(*args)`` on every rank; per rank {"value": …}, {"error": …, "trace": …}, or {"died": signal}."""
+def run(
+    job: Callable[..., Any], *args: Any, size: int, folder: Path, last: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """``job(*args)`` on every rank; per rank {"value": …}, {"error": …, "trace": …}, or {"died": signal}. ``last`` is
+    environment that the last rank has from its start, before it imports torch."""
     context = mp.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(rank, size, str(folder), job, args)) for rank in range(size)]
-    for process in ranks:
-        process.start()
+    for rank, process in enumerate(ranks):
+        with mock.patch.dict(os.environ, last or {} if rank == size - 1 else {}):
+            process.start()
     for process in ranks:
         process.join(timeout=300)
         if process.is_alive():  # a rank that hangs is a failed test, not a hung one
