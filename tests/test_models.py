@@ -519,7 +519,7 @@ def test_reasons_and_introductions_of_peers_are_printable(monkeypatch: pytest.Mo
     for name in ("decoupled", "diloco"):
         cluster = Cluster(build, METHODS[name], replicas=2)
         with monkeypatch.context() as patch:
-            patch.setattr(Parameters, "trouble", lambda _: evil)
+            patch.setattr(Parameters, "changed", lambda _: evil)
             with pytest.raises(GaveUpError) as caught:
                 play(cluster, 3)
         assert str(caught.value).isprintable()
@@ -539,3 +539,19 @@ def test_the_gradient_that_nobody_has_stays_none() -> None:
     replica.step()
     assert replica.model.unused.grad is None
     assert replica.model.up.weight.grad is not None
+
+
+def test_a_step_that_one_scaler_skips_is_skipped_without_one_too() -> None:
+    cluster = Cluster(build, overtone.ddp(), replicas=2)
+    for replica in cluster.turns():
+        backward(replica, next(batches(0)))
+    cluster.replicas[1].model.up.weight.grad[0, 0] = math.inf
+    before = [weights(replica) for replica in cluster.replicas]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    cluster.replicas[0].local_step()
+    cluster.replicas[1].local_step(scaler=scaler)
+    cluster._converse({replica.transport.rank: replica.rounding() for replica in cluster.replicas})
+    for replica, own in zip(cluster.replicas, before, strict=True):
+        mine = {name: tensor for name, tensor in weights(replica).items() if "norm" not in name}
+        assert largest_difference(mine, {name: own[name] for name in mine}) == 0.0

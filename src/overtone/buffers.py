@@ -70,19 +70,21 @@ class Buffers:
         self.remember()
 
     def counters_fingerprint(self) -> bytes:
-        if not self.counters or self._lost():  # whoever lost one says so instead
+        if not self.counters or self.changed():  # whoever lost one says so instead
             return bytes(8)
         return fingerprint.of_tensors(self.counter_tensors())
 
-    def _lost(self) -> str:
+    def changed(self) -> str:
+        """A complaint about buffers that are not there as at the start. A module may replace one by another of the same
+        shape."""
         named = self.named()
-        gone = (name for name, shape in self._shapes.items() if name not in named or named[name].shape != shape)
-        return next(gone, "")
+        for name, shape in self._shapes.items():
+            if name not in named or named[name].shape != shape:
+                return f'buffer {name} was removed or resized; build the Replica with buffers="private"'
+        return ""
 
-    def trouble(self) -> str:
+    def not_finite(self) -> str:
         """Why the buffers cannot be exchanged now, if they cannot."""
-        if name := self._lost():
-            return f'buffer {name} was removed or resized; build the Replica with buffers="private"'
         for name, now, shared in zip(self.floats, self.float_tensors(), self.shared, strict=True):
             if _has_become_infinite(now, shared):
                 return f"buffer {name} has values that are not finite; lower the learning rate, go on from a checkpoint"

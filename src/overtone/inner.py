@@ -53,10 +53,13 @@ class InnerStep:
         """Under a `GradScaler` an overflow is business as usual: the step is skipped."""
         return self.scaler is not None and self.scaler.is_enabled()
 
-    def spoil(self) -> None:
-        """Somebody else's gradient overflowed: let this scaler find an infinity too, so that all skip alike."""
+    def skip(self) -> None:
+        """Somebody's gradient overflowed, so nobody steps. This scaler shall find an infinity too: all scale alike."""
+        if not self.may_overflow:
+            return
         some = next(p for group in self.inner.param_groups for p in group["params"] if p.numel())
         some.grad = torch.full_like(some, math.inf)
+        self.take()
 
     def take(self) -> None:
         if self.closure is not None:

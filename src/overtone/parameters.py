@@ -75,7 +75,7 @@ class Parameters:
         """The exchanged parameters, detached: to read and to write."""
         return [p.detach() for p in self.trainable.values()]
 
-    def trouble(self) -> str:
+    def changed(self) -> str:
         """A complaint about parameters that are not those of the start: others would train unheard, and what is heard
         would go where nobody looks."""
         changed = _changed(self.all, _named(self._model))

@@ -196,6 +196,8 @@ class Replica:
             kind = Kind.FAILURE
         elif why := self.parameters.not_finite(self.signal, self.steps, len(self.transport.peers)):
             kind = Kind.ABSTAIN if self._may_skip else Kind.FAILURE
+        elif why := self.buffers.not_finite():
+            kind = Kind.FAILURE
         else:
             try:
                 signal, scale = self.signal.sources(), self._loss_scale()
@@ -271,12 +273,12 @@ class Replica:
         abstained = heard.not_finite is not None or any(header.kind is Kind.ABSTAIN for header in heard.headers)
         if abstained or self.transport.rank in heard.left_out:
             work.withdraw(self.state, proposal.say.blocks)
-        if abstained:
-            self._inner_step.spoil()
-        else:
+        if not abstained:
             self._absorb(heard, work)
         seconds = time.perf_counter() - begin + heard.seconds
-        if not self.signal.inner_first:
+        if abstained:
+            self._inner_step.skip()
+        elif not self.signal.inner_first:
             self._inner_step.take()
         return self._recorded(proposal, heard, seconds)
 
@@ -372,7 +374,7 @@ class Replica:
 
     def _changes(self) -> str:
         """Why model and optimiser are not those that the replica was built with any more, if they are not."""
-        return self.parameters.trouble() or self.buffers.trouble()
+        return self.parameters.changed() or self.buffers.changed()
 
     def refuse_changes(self, verb: str) -> None:
         """The same where no exchange is under way in which to tell the others; they hear of it in the next."""
