@@ -49,7 +49,8 @@ class Replica:
 
     ``transport`` defaults to the world the process was started in: one process alone, or a ``torchrun`` world.
     ``buffers`` is "shared" (floating ones averaged each round, others checked) or "private".
-    Freeze parameters before building the replica: those with ``requires_grad`` are exchanged, in fp32.
+    Freeze parameters before building the replica: those with ``requires_grad`` are exchanged, in fp32. Parameters that
+    are replaced, added or removed afterwards are refused in the next round, on every rank.
     ``key`` (by default the environment's ``OVERTONE_KEY``) seals every message against forgery. ``refused`` says what
     happens to a rank whose message cannot be read: "raise" on every rank, or "leave out" of that round on every rank.
     ``join=False`` leaves the greeting to whoever drives `joining` (the simulator does).
