@@ -439,6 +439,11 @@ def distributed_wrappers() -> dict[str, str]:
     model = plain()
     attempt("ZeRO", model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
     attempt("plain", plain())
+    types = (torch.int8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn)
+    for dtype in types:
+        model = Holds((torch.arange(6).view(3, 2) % 5 + dist.get_rank()).to(dtype))
+        attempt(f"frozen {dtype}", model)
+        told[f"frozen {dtype}"] += f" {model.other.view(torch.uint8).tolist()}"
     return told
 
 
@@ -447,6 +452,12 @@ def test_what_spreads_a_model_by_itself_is_refused(tmp_path: Path) -> None:
         assert "value" in result, result
         told = result["value"]
         assert told.pop("plain") == "no error"
+        frozen = {name: words for name, words in told.items() if name.startswith("frozen")}
+        assert len(frozen) == 5
+        for dtype, words in frozen.items():  # rank 0's, byte by byte
+            first = torch.arange(6).view(3, 2) % 5
+            expected = first.to(getattr(torch, dtype.removeprefix("frozen torch."))).view(torch.uint8).tolist()
+            assert words == f"no error {expected}", dtype
         for name, words in {
             "DDP": "ModelError: model: it is wrapped in DistributedDataParallel, which averages every gradient",
             "DDP inside": "ModelError: model: module 0 is wrapped in DistributedDataParallel",

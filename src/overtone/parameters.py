@@ -26,7 +26,7 @@ class Parameters:
     """A model's parameters by name, tied ones once. Those that require a gradient now are exchanged."""
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer) -> None:
-        _refuse_what_is_none(model, inner)
+        _refuse_other_things(model, inner)
         _refuse_wrappers(model, inner)
         self._model, self._inner = model, inner
         self.all = _named(model)
@@ -148,7 +148,7 @@ def _overlaps(tensor: Tensor) -> bool:
     return False
 
 
-def _refuse_what_is_none(model: object, inner: object) -> None:
+def _refuse_other_things(model: object, inner: object) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"model={model!r}: give the torch.nn.Module to train")
     if not hasattr(inner, "param_groups") or not callable(getattr(inner, "step", None)):

@@ -51,7 +51,7 @@ class Heard(ABC):
         self.headers = headers
         self.left_out: dict[int, str] = {}
         self.seconds = 0.0  # spent on opening and checking
-        self.not_finite: int | None = None  # where in the mean the first value is that is not finite
+        self.not_finite: int | None = None  # where in a sum the first value is that is not finite
 
     @abstractmethod
     def reason(self, rank: int) -> str:
