@@ -81,7 +81,7 @@ APART = "The replicas no longer train one model: restart all of them from one ch
 UNLIKE_HOSTS = (
     "Each host works them out with its own inner optimiser, so unlike hosts are the likely cause: another type of CPU "
     "or another build of a library rounds differently, and would again after a restart. Use like hosts, or a method "
-    "whose anchor does not depend on that, such as decoupled() or diloco(); on like hosts restart all from one checkpoint"
+    "whose anchor does not depend on that, such as decoupled() or diloco(); on like hosts restart from one checkpoint"
 )
 
 
