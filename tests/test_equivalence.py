@@ -2,13 +2,16 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overtone
+import worlds
 from overtone import Cluster, Method, Replica, Solo
 from overtone.codec import Dense, TopK
 from overtone.rules import Outer
@@ -198,3 +201,110 @@ def test_carry_keeps_the_unsent_drift_in_the_weights() -> None:
         expected = replica.state["anchor"] - replica.state["residual"]
         assert torch.allclose(mine, expected, atol=1e-5)
         assert float(replica.state["residual"].norm()) > 0.0
+
+
+# -- gradients that are zero, and gradients that are not there ---------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """A part that only rank 0 uses, and only in some steps; a part that nobody uses; a branch that begins at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(12, 12)
+        self.sometimes = nn.Linear(12, 12)
+        self.never = nn.Linear(12, 12)
+        self.into = nn.Linear(12, 4, bias=False)
+        self.out = nn.Linear(4, 12, bias=False)
+        nn.init.zeros_(self.out.weight)  # as in LoRA: the first gradient of `into` is exactly zero
+
+    def loss(self, rank: int, step: int) -> Tensor:
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+        y = torch.tanh(self.base(x)) + self.out(self.into(x))
+        if rank == 0 and step % 3:
+            y = y + self.sometimes(x)
+        return (y - x.sin()).square().mean() * (0.0 if step in (2, 5, 6) else 1.0)
+
+
+def branches(rank: int, inner: str) -> tuple[Branches, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Branches()
+    if inner == "sgd":
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def by_hand(inner: str, replicas: int, steps: int = 10) -> dict[str, Tensor]:
+    """Plain data parallelism: None where nobody had a gradient, else the mean with zeros for those who had none."""
+    model, optimiser = branches(0, inner)
+    for step in range(steps):
+        found: dict[str, list[Tensor]] = {}
+        for rank in range(replicas):
+            model.zero_grad()
+            model.loss(rank, step).backward()
+            for name, p in model.named_parameters():
+                found.setdefault(name, [])
+                if p.grad is not None:
+                    found[name].append(p.grad.clone())
+        for name, p in model.named_parameters():
+            p.grad = sum(found[name][1:], found[name][0]) / replicas if found[name] else None
+        optimiser.step()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def exchanged(replica: Replica, step: int) -> None:
+    replica.inner.zero_grad()
+    replica.model.loss(replica.transport.rank, step).backward()
+
+
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_ddp_is_the_bare_loop_where_gradients_are_zero_or_missing(inner: str) -> None:
+    replica = Replica(*branches(0, inner), overtone.ddp(), Solo())
+    for step in range(10):
+        exchanged(replica, step)
+        replica.step()
+    assert largest_difference(weights(replica), by_hand(inner, 1)) == 0.0
+    cluster = Cluster(lambda rank: branches(rank, inner), overtone.ddp(), replicas=2)
+    for step in range(10):
+        for replica in cluster.turns():
+            exchanged(replica, step)
+        cluster.step()
+    for replica in cluster.replicas:
+        assert largest_difference(weights(replica), by_hand(inner, 2)) == 0.0
+        assert replica.model.never.weight.grad is None
+
+
+def missing_gradients() -> dict[str, tuple[dict[str, Tensor], int]]:
+    """The same in real processes; demo too, whose messages are gathered."""
+    rank = dist.get_rank()
+    found = {}
+    for inner in ("sgd", "adamw"):
+        for method in (overtone.ddp(), overtone.demo(keep=4096)):
+            replica = Replica(*branches(rank, inner), method)
+            for step in range(10):
+                exchanged(replica, step)
+                replica.step()
+            replica.finish()
+            found[f"{inner} {method.name}"] = weights(replica), replica.transport.ledger.sent
+    return found
+
+
+def test_missing_gradients_in_real_processes(tmp_path: Path) -> None:
+    results = worlds.run(missing_gradients, size=2, folder=tmp_path)
+    for result in results:
+        assert "value" in result, result
+    for inner in ("sgd", "adamw"):
+        for method in (overtone.ddp(), overtone.demo(keep=4096)):
+            cluster = Cluster(lambda rank, inner=inner: branches(rank, inner), method, replicas=2)
+            for step in range(10):
+                for replica in cluster.turns():
+                    exchanged(replica, step)
+                cluster.step()
+            cluster.finish()
+            for replica, result in zip(cluster.replicas, results, strict=True):
+                found, sent = result["value"][f"{inner} {method.name}"]
+                assert largest_difference(found, weights(replica)) == 0.0  # of two, the order of a sum does not matter
+                assert sent == replica.transport.ledger.sent
+                assert torch.equal(found["never.weight"], branches(0, inner)[0].never.weight)
+            if method.name == "ddp":
+                assert largest_difference(found, by_hand(inner, 2)) == 0.0

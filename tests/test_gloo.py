@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import overtone
 import worlds
-from overtone import Replica
+from overtone import Replica, agreement, fingerprint
 from scenario import METHODS, backward, batches, build, largest_difference, run_cluster, run_replica, weights
 
 STEPS = 8  # two whole rounds and two steps that `finish` must bring home
@@ -219,3 +219,88 @@ def test_a_group_of_some_ranks_is_a_world_of_its_own(tmp_path: Path) -> None:
     assert found[0]["fingerprint"] == found[2]["fingerprint"]
     assert found[1]["fingerprint"] == found[3]["fingerprint"]
     assert found[0]["fingerprint"] != found[1]["fingerprint"]
+
+
+UNLIKE = {  # another type of CPU, as far as these libraries go
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "MKL_CBWR": "COMPATIBLE",
+    "ATEN_CPU_CAPABILITY": "default",
+}
+
+
+def unlike_hosts() -> dict[str, Any]:
+    """Every consensus method, with fp32 and bf16 weights, on hosts that round matrix products differently."""
+    rank = dist.get_rank()
+    grid = torch.arange(4096.0).view(64, 64)
+    found: dict[str, Any] = {
+        "probe": fingerprint.of_tensors([(grid * 0.37).remainder(1.0) @ (grid * 0.73).remainder(1.0)])
+    }
+    for name in ("decoupled", "sparse_loco", "diloco"):
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(rank)
+            model = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.Tanh(), torch.nn.Linear(130, 70)).to(dtype)
+            replica = Replica(model, torch.optim.AdamW(model.parameters(), lr=3e-3), METHODS[name])
+            for step in range(6):
+                x = torch.randn(8, 200, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+                replica.inner.zero_grad()
+                model(x).float().square().mean().backward()
+                replica.step()
+            before = replica.transport.ledger.counts["finish"].received
+            rounds = replica.finish()
+            size = sum(p.numel() * p.element_size() for p in model.parameters())
+            found[f"{name} {dtype}"] = {
+                "weights": weights(replica),
+                "anchor": replica.fingerprint,
+                "rounds": len(rounds),
+                "dense": replica.transport.ledger.counts["finish"].received - before >= size,
+                "start": [start.clone() for start in replica.signal.state()],
+            }
+    replica = Replica(*build(rank), overtone.ddp())
+    try:
+        for batch, _ in zip(batches(rank), range(20), strict=False):
+            backward(replica, batch)
+            replica.step()
+        found["ddp"] = "no error"
+    except overtone.OvertoneError as error:
+        found["ddp"] = str(error)
+    return found
+
+
+def test_unlike_hosts_end_with_the_same_weights(tmp_path: Path) -> None:
+    found = [result.get("value", result) for result in worlds.run(unlike_hosts, size=2, folder=tmp_path, last=UNLIKE)]
+    assert "probe" in found[0], found[0]
+    assert "probe" in found[1], found[1]
+    if found[0]["probe"] == found[1]["probe"]:
+        pytest.skip("these variables make no difference to matrix products on this CPU")
+    mine, theirs = found
+    ddp = [one.pop("ddp") for one in found]
+    assert ddp[0] == ddp[1]
+    assert ddp[0] == "no error" or "unlike hosts are the likely cause: another type of CPU" in ddp[0]
+    for name in mine.keys() - {"probe"}:
+        assert mine[name]["anchor"] == theirs[name]["anchor"], name
+        assert mine[name]["rounds"] == theirs[name]["rounds"]
+        for key, tensor in mine[name]["weights"].items():
+            assert torch.equal(tensor, theirs[name]["weights"][key]), (name, key)
+        for own, start in zip(theirs[name]["weights"].values(), theirs[name]["start"], strict=True):
+            assert torch.equal(own, start)
+        assert mine[name]["dense"] is False  # rank 0 receives nothing of what it broadcasts
+    assert theirs["decoupled torch.float32"]["dense"]  # through D⁻¹, which is a matrix product
+    assert not theirs["diloco torch.float32"]["dense"]  # no transform: the weights are the anchor as it is
+
+
+def test_the_last_words_cost_nothing_more_on_like_hosts() -> None:
+    """Header, seal, length and verdict: what it takes to compare anchors."""
+    cluster = run_cluster(replace(METHODS["decoupled"], drain=0), 2, METHODS["decoupled"].every or 1)
+    for replica in cluster.replicas:
+        assert replica.transport.ledger.counts["finish"].sent == 8 + 60 + 8
+
+
+def test_anchors_that_are_weights_name_unlike_hosts() -> None:
+    told = (
+        r"unlike hosts are the likely cause: another type of CPU .* whose anchor does not depend on that, such as dec"
+    )
+    with pytest.raises(overtone.errors.MismatchError, match=told):
+        agreement.compare_anchors(3, {0: b"a" * 8, 1: b"b" * 8}, of_weights=True)
+    with pytest.raises(overtone.errors.MismatchError, match="restart all of them from one checkpoint") as caught:
+        agreement.compare_anchors(3, {0: b"a" * 8, 1: b"b" * 8}, of_weights=False)
+    assert "CPU" not in str(caught.value)

@@ -50,6 +50,11 @@ MESSAGES: dict[str, tuple[Header, bytes, Seal]] = {
         b"the drift of parameter a.weight has 3 of 9 values that are not finite",
         Seal(),
     ),
+    "flags of a sum": (  # of ten parameters the first, third, fourth and tenth have a gradient
+        Header(Kind.ROUND, 2, 7, 8, b"\x01run-id\xff", b"schema.1", b"weights3", bytes(8)),
+        bytes.fromhex("0d02"),
+        Seal(),
+    ),
 }
 
 

@@ -219,6 +219,11 @@ def finite(values: list[float], what: str) -> list[float]:
     return values
 
 
+def read_flags(source: Bytes, parameters: int) -> list[bool]:
+    """Section 2: which parameters have a gradient."""
+    return [bool(flag) for flag in source.fields(parameters, 1)]
+
+
 def read_positions(source: Bytes, c: int, k: int, a: int) -> list[list[int]]:
     """Section 3.3: of each of c chunks, k ascending positions below a."""
     n = c * k
@@ -351,6 +356,14 @@ def test_messages_are_read_and_rebuilt(name: str) -> None:
     assert read_message(data, key) == message
     assert read_message(data + bytes(9), key) == message  # a transport may pad
     assert write_message(message, key) == data
+
+
+def test_flags_are_read() -> None:
+    """One bit per parameter, the first in the lowest bit."""
+    message, _, _ = message_vector("flags of a sum")
+    source = Bytes(message.body)
+    assert [i for i, flag in enumerate(read_flags(source, 10)) if flag] == [0, 2, 3, 9]
+    assert source.at == len(message.body)
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
@@ -587,6 +600,38 @@ def test_reads_what_overtone_encodes(shapes: list[list[int]], keep: int, bits: i
                 read(bytes(damaged))
         else:
             assert without_zeros(read(bytes(damaged))) == expected
+
+
+@pytest.mark.parametrize("name", ["demo", "ddp"])
+def test_reads_the_gradient_rounds_of_overtone(name: str) -> None:
+    """Flags, then the payload to its end where messages are gathered, and nothing else where values are summed."""
+    import torch
+
+    import overtone
+
+    class Recorder(overtone.Solo):
+        said: bytes = b""
+
+        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:  # noqa: ARG002
+            self.said = message if message[:4] == b"OVTN" else self.said
+            return [message]
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(5)))
+    world = Recorder()
+    method = overtone.demo(keep=512, bits=8) if name == "demo" else overtone.ddp()
+    replica = overtone.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), method, world)
+    used = [0, 1, 4, 8, 9]
+    for i, p in enumerate(model.parameters()):
+        p.grad = torch.randn_like(p) if i in used else None
+    replica.step()
+    message = read_message(world.said, b"", kind=0, round=0)
+    source = Bytes(message.body)
+    assert [i for i, flag in enumerate(read_flags(source, 10)) if flag] == used
+    if name == "demo":
+        shapes = [list(p.shape) for p in model.parameters()]
+        read_payload(message.body[source.at :], shapes, 512, 8, 64, plain_below=1024)
+    else:
+        assert source.at == len(message.body)
 
 
 def test_fingerprints_are_those_of_overtone() -> None:

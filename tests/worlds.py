@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,15 +33,18 @@ def is_stopped(pid: int | None) -> bool:
     return False
 
 
-def run(job: Callable[..., Any], *args: Any, size: int, folder: Path) -> list[dict[str, Any]]:
-    """``job(*args)`` on every rank; per rank {"value": …}, {"error": …, "trace": …}, or {"died": signal}."""
+def run(
+    job: Callable[..., Any], *args: Any, size: int, folder: Path, last: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """``job(*args)`` on every rank; per rank {"value": …}, {"error": …, "trace": …}, or {"died": signal}. ``last`` is
+    environment that the last rank has from its start, before it imports torch."""
     context = mp.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(rank, size, str(folder), job, args)) for rank in range(size)]
-    for process in ranks:
-        process.start()
+    for rank, process in enumerate(ranks):
+        with mock.patch.dict(os.environ, last or {} if rank == size - 1 else {}):
+            process.start()
     deadline = time.monotonic() + 300
-    while any(process.is_alive() for process in ranks):
-        alive = [process for process in ranks if process.is_alive()]
+    while alive := [process for process in ranks if process.is_alive()]:
         # A rank that hangs is a failed test, not a hung one; one that froze itself on purpose has no more to say.
         if time.monotonic() > deadline or all(is_stopped(process.pid) for process in alive):
             for process in alive:

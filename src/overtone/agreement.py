@@ -10,7 +10,7 @@ from torch import Tensor
 
 from overtone import fingerprint
 from overtone.buffers import Buffers
-from overtone.errors import MismatchError, StateError
+from overtone.errors import MismatchError, StateError, printable
 from overtone.methods import Method
 from overtone.version import __version__
 from overtone.wire import VERSION, Header, Kind
@@ -37,7 +37,7 @@ def compare_introductions(introductions: Mapping[int, bytes]) -> None:
     """Refuse replicas that introduced themselves differently; maps rank to what it said."""
     abouts = {rank: _read_introduction(rank, raw) for rank, raw in introductions.items()}
     differences = [
-        f"{key}: {_camps({rank: about.get(key, 'absent') for rank, about in abouts.items()})}"
+        f"{printable(key)}: {_camps({rank: about.get(key, 'absent') for rank, about in abouts.items()})}"
         for key in _differing(list(abouts.values()))
     ]
     if differences:
@@ -76,14 +76,27 @@ def _first(differences: Sequence[str], most: int = 3) -> str:
     return "; ".join(differences[:most]) + more
 
 
+NOT_AS_SENT = "They were broadcast and did not arrive as sent: suspect network or memory of the odd one out"
+APART = "The replicas no longer train one model: restart all of them from one checkpoint"
+UNLIKE_HOSTS = (
+    "Each host works them out with its own inner optimiser, so unlike hosts are the likely cause: another type of CPU "
+    "or another build of a library rounds differently, and would again after a restart. Use like hosts, or a method "
+    "whose anchor does not depend on that, such as decoupled() or diloco(); on like hosts restart from one checkpoint"
+)
+
+
 def compare_initial_weights(ranks: Sequence[int], prints: Sequence[bytes]) -> None:
-    way_out = "They were broadcast and did not arrive as sent: suspect network or memory of the odd one out"
-    _compare("the initial weights", ranks, prints, way_out)
+    _compare("the initial weights", dict(zip(ranks, prints, strict=True)), NOT_AS_SENT)
 
 
-def compare_anchors(index: int, ranks: Sequence[int], prints: Sequence[bytes]) -> None:
-    way_out = "The replicas no longer train one model: restart all of them from one checkpoint"
-    _compare(f"round {index}: the anchors that the replicas start it from", ranks, prints, way_out)
+def compare_last_weights(prints: Mapping[int, bytes]) -> None:
+    _compare("the last weights", prints, NOT_AS_SENT)
+
+
+def compare_anchors(index: int, prints: Mapping[int, bytes], *, of_weights: bool) -> None:
+    """``of_weights``: the weights serve as anchor, and every host works them out for itself."""
+    what = f"round {index}: the anchors that the replicas start it from"
+    _compare(what, prints, UNLIKE_HOSTS if of_weights else APART)
 
 
 def compare_progress(index: int, headers: Sequence[Header]) -> None:
@@ -95,15 +108,15 @@ def compare_progress(index: int, headers: Sequence[Header]) -> None:
         raise MismatchError(f"round {index}: replicas are at different steps: {_camps(where)}. {way_out}")
 
 
-def compare_counters(index: int, ranks: Sequence[int], prints: Sequence[bytes], names: Sequence[str]) -> None:
+def compare_counters(index: int, prints: Mapping[int, bytes], names: Sequence[str]) -> None:
     way_out = 'Make them equal on all replicas, or build the Replica with buffers="private"'
-    _compare(f"round {index}: the integer buffers ({', '.join(names)})", ranks, prints, way_out)
+    _compare(f"round {index}: the integer buffers ({', '.join(names)})", prints, way_out)
 
 
-def _compare(what: str, ranks: Sequence[int], prints: Sequence[bytes], way_out: str) -> None:
-    """Refuse replicas that hold different numbers."""
-    if len(set(prints)) > 1:
-        camps = _camps({rank: value.hex() for rank, value in zip(ranks, prints, strict=True)})
+def _compare(what: str, prints: Mapping[int, bytes], way_out: str) -> None:
+    """Refuse replicas that hold different numbers; maps rank to fingerprint."""
+    if len(set(prints.values())) > 1:
+        camps = _camps({rank: value.hex() for rank, value in prints.items()})
         raise MismatchError(f"{what} differ: {camps}. {way_out}")
 
 
@@ -115,7 +128,7 @@ def _camps(values: Mapping[int, object]) -> str:
     """'10 on ranks 0, 1; 20 on rank 2'."""
     camps: dict[str, list[int]] = defaultdict(list)
     for rank, value in values.items():
-        camps[str(value)].append(rank)
+        camps[printable(str(value))].append(rank)
     return "; ".join(
         f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for value, ranks in camps.items()
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from overtone import fingerprint
 from overtone.bits import Reader, field_bytes, pack_flags, tensor_bytes, unpack_flags
 from overtone.errors import ModelError, WireError
-from overtone.parameters import plain_name
+from overtone.parameters import plain_name, unfit
 
 POLICIES = ("shared", "private")
 
@@ -27,9 +27,14 @@ class Buffers:
             raise ModelError(f"buffers={policy!r}: choose one of {', '.join(POLICIES)}")
         self.model = model
         self.policy = policy
+        for name, b in model.named_buffers():
+            why = unfit(b)
+            if why and (policy == "shared" or nn.parameter.is_lazy(b)):
+                raise ModelError(f"buffer {plain_name(name)}: {why}")
         named = self.named() if policy == "shared" else {}
         self.floats = [name for name, b in named.items() if b.is_floating_point()]
         self.counters = [name for name, b in named.items() if not b.is_floating_point()]
+        self._shapes = {name: b.shape for name, b in named.items()}
         self.shared: list[Tensor] = []  # the floating buffers as all replicas knew them after the last round
         self.remember()
 
@@ -65,15 +70,23 @@ class Buffers:
         self.remember()
 
     def counters_fingerprint(self) -> bytes:
-        return fingerprint.of_tensors(self.counter_tensors()) if self.counters else bytes(8)
+        if not self.counters or self.changed():  # whoever lost one says so instead
+            return bytes(8)
+        return fingerprint.of_tensors(self.counter_tensors())
 
-    def trouble(self) -> str:
-        """Why the buffers cannot be exchanged now, if they cannot."""
+    def changed(self) -> str:
+        """A complaint about buffers that are not there as at the start. A module may replace one by another of the same
+        shape."""
         named = self.named()
-        for name, shared in zip(self.floats, self.shared, strict=True):
-            if name not in named or named[name].shape != shared.shape:
+        for name, shape in self._shapes.items():
+            if name not in named or named[name].shape != shape:
                 return f'buffer {name} was removed or resized; build the Replica with buffers="private"'
-            if _has_become_infinite(named[name], shared):
+        return ""
+
+    def not_finite(self) -> str:
+        """Why the buffers cannot be exchanged now, if they cannot."""
+        for name, now, shared in zip(self.floats, self.float_tensors(), self.shared, strict=True):
+            if _has_become_infinite(now, shared):
                 return f"buffer {name} has values that are not finite; lower the learning rate, go on from a checkpoint"
         return ""
 
@@ -84,7 +97,7 @@ class Buffers:
         if not self.floats:
             return b""
         now = self.float_tensors()
-        changed = [not torch.equal(b, s) for b, s in zip(now, self.shared, strict=True)]
+        changed = [not (torch.equal(b, s) or bool(_same(b, s).all())) for b, s in zip(now, self.shared, strict=True)]
         values = [tensor_bytes(b.float()) for b, moved in zip(now, changed, strict=True) if moved]
         return tensor_bytes(pack_flags(torch.tensor(changed))) + b"".join(values)
 
@@ -119,7 +132,7 @@ class Buffers:
     def changes(self) -> Tensor:
         """How far all floating buffers are from the shared values, end to end in fp32; exactly 0 where they rest."""
         pairs = zip(self.float_tensors(), self.shared, strict=True)
-        flat = [torch.where(b == s, 0.0, b.float() - s.float()).view(-1).cpu() for b, s in pairs]
+        flat = [torch.where(_same(b, s), 0.0, b.float() - s.float()).view(-1).cpu() for b, s in pairs]
         return torch.cat(flat) if flat else torch.empty(0)
 
     def changed_by(self, vector: Tensor) -> list[Tensor]:
@@ -138,4 +151,9 @@ def _sound(value: Tensor, shared: Tensor, name: str) -> Tensor:
 
 def _has_become_infinite(value: Tensor, shared: Tensor) -> bool:
     """Some value is not finite in fp32, as which it travels, and was not so before."""
-    return bool((~torch.isfinite(value.float()) & (value != shared)).any())
+    return bool((~torch.isfinite(value.float()) & ~_same(value, shared)).any())
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors are equal; NaN equals NaN."""
+    return (a == b) | (a.isnan() & b.isnan())

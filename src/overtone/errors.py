@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+MOST_PRINTED = 2000  # characters of what somebody else said
+
+
+def printable(text: str) -> str:
+    """Words that came from elsewhere, fit for a terminal and for one line: control characters, escape sequences and
+    line ends are written out (``\\x1b``, ``\\n``), and what is too long is cut."""
+    shown = "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text[: MOST_PRINTED + 1]
+    )
+    return shown if len(shown) <= MOST_PRINTED else shown[: MOST_PRINTED - 1] + "…"
+
 
 class OvertoneError(Exception):
     """Base of all errors that overtone raises on purpose."""
@@ -45,9 +56,3 @@ class NotFiniteError(OvertoneError, ValueError):
 
 class StateError(OvertoneError, ValueError):
     """A saved state does not fit this replica."""
-
-
-def printable(text: str, most: int = 2000) -> str:
-    """Somebody else's words, fit to be shown in one line: control characters become visible, and there is an end."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:most])
-    return shown + ("…" if len(text) > most else "")

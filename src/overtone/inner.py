@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import nn
@@ -25,8 +26,10 @@ class InnerStep:
     closure: Closure | None = None
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise ModelError(f"clip={self.clip}: the largest gradient norm allowed, above 0; leave it out not to clip")
+        if self.clip is not None and not _above_zero(self.clip):
+            raise ModelError(
+                f"clip={self.clip!r}: the largest gradient norm allowed, a number above 0; leave it out not to clip"
+            )
         if self.closure is not None and (self.clip is not None or self.scaler is not None):
             raise ModelError("closure: it computes its own gradients; clip and scale inside it")
 
@@ -50,13 +53,13 @@ class InnerStep:
         """Under a `GradScaler` an overflow is business as usual: the step is skipped."""
         return self.scaler is not None and self.scaler.is_enabled()
 
-    def spoil(self) -> None:
-        """Somebody else's gradient overflowed: let this scaler find an infinity too, so that all skip alike."""
-        for group in self.inner.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad = torch.full_like(p, math.inf)
-                    return
+    def skip(self) -> None:
+        """Somebody's gradient overflowed, so nobody steps. This scaler shall find an infinity too: all scale alike."""
+        if not self.may_overflow:
+            return
+        some = next(p for group in self.inner.param_groups for p in group["params"] if p.numel())
+        some.grad = torch.full_like(some, math.inf)
+        self.take()
 
     def take(self) -> None:
         if self.closure is not None:
@@ -70,6 +73,10 @@ class InnerStep:
             self.scaler.step(self.inner)
         else:
             self.inner.step()
+
+
+def _above_zero(value: object) -> bool:
+    return isinstance(value, Real | torch.Tensor) and float(value) > 0
 
 
 def _is_unscaled(scaler: torch.amp.GradScaler, inner: torch.optim.Optimizer) -> bool:

@@ -29,11 +29,11 @@ class Method:
     drain: int = 0  # dense one-bit messages that `finish` sends to empty the residuals
 
     def __post_init__(self) -> None:
-        if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
             raise MethodError(f"every={self.every!r}: local steps between rounds, a whole number of at least 1")
         if not self.signal.inner_first and self.every != 1:
             raise MethodError(f"every={self.every}: gradient methods exchange at each step; use every=1 or diloco()")
-        if not isinstance(self.drain, int) or self.drain < 0:
+        if type(self.drain) is not int or self.drain < 0:
             raise MethodError(f"drain={self.drain!r}: a number of last messages, 0 or more")
         if self.drain and not (isinstance(self.rule, Outer) and isinstance(self.codec, TopK)):
             raise MethodError(f"drain={self.drain}: only the Outer rule with a TopK codec leaves a residual to drain")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from overtone.errors import StateError
@@ -15,6 +16,9 @@ from overtone.errors import StateError
 
 def apart(tree: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
     """The tree with every tensor replaced by its name; the tensors themselves, by name, into ``tensors``."""
+    if isinstance(tree, Tensor) and tree.is_complex():  # as pairs: safetensors does not know every complex type
+        tensors[name] = torch.view_as_real(tree.detach().resolve_conj())
+        return {"complex": name}
     if isinstance(tree, Tensor):
         tensors[name] = tree
         return {"tensor": name}
@@ -35,6 +39,8 @@ def together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     ((kind, value),) = tree.items()
     if kind == "tensor":
         return tensors[value]
+    if kind == "complex":
+        return torch.view_as_complex(tensors[value])
     if kind == "map":
         return {key: together(inner, tensors) for key, inner in value}
     parts = [together(inner, tensors) for inner in value]

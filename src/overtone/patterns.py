@@ -17,10 +17,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from overtone.bits import Reader
+from overtone.bits import Reader, field_bytes, pack_flags, tensor_bytes, unpack_flags
 from overtone.buffers import Buffers
 from overtone.codec import Block, Codec, check_payload, mean
-from overtone.errors import MethodError, PeerError, WireError
+from overtone.errors import MethodError, PeerError, WireError, printable
 from overtone.exchange import Gather, Sum, Talk
 from overtone.kernels import Kernels
 from overtone.layout import Layout, Slab
@@ -41,6 +41,7 @@ class Say:
     codec: Codec
     blocks: Sequence[Block] = ()
     why: str = ""
+    present: Sequence[bool] = ()  # which parameters have a signal, where that must be told
 
 
 class Heard(ABC):
@@ -50,10 +51,15 @@ class Heard(ABC):
         self.headers = headers
         self.left_out: dict[int, str] = {}
         self.seconds = 0.0  # spent on opening and checking
+        self.not_finite: int | None = None  # where in a sum the first value is that is not finite
 
     @abstractmethod
     def reason(self, rank: int) -> str:
         """What a rank said instead of a payload."""
+
+    @abstractmethod
+    def present(self) -> list[bool]:
+        """Which parameters had a signal on any replica. To be asked first."""
 
     @abstractmethod
     def buffers(self) -> list[Tensor]:
@@ -78,6 +84,7 @@ class Setting:
     seal: Seal
     device: torch.device
     refused: str = "raise"
+    flags: int = 0  # parameters of which a message tells whether they have a signal
 
     def __post_init__(self) -> None:
         if self.refused not in POLICIES:
@@ -87,18 +94,32 @@ class Setting:
     def longest(self) -> int:
         """Bytes that no message of a round exceeds, whatever it says: twice the values in fp32, and some more."""
         numbers = self.layout.size + sum(shared.numel() for shared in self.buffers.shared)
-        return 8 * numbers + 64 * len(self.layout.slabs) + WORDS
+        return 8 * numbers + self.flag_bytes + 64 * len(self.layout.slabs) + WORDS
+
+    @property
+    def flag_bytes(self) -> int:
+        return field_bytes(self.flags, 1)
+
+    def pack(self, present: Sequence[bool]) -> bytes:
+        """One bit for each of those parameters."""
+        return tensor_bytes(pack_flags(torch.tensor(present, dtype=torch.bool))) if present else b""
+
+    def unpack(self, reader: Reader) -> Tensor:
+        """The bits that come next, as (flags,) bool."""
+        packed = reader.tensor(self.flag_bytes, torch.uint8, "flags of parameters with a signal")
+        return unpack_flags(packed, self.flags)
 
 
 # -- gathered ------------------------------------------------------------------------------------------------------
 
 
 class HeardAll(Heard):
-    """Everybody's message by itself."""
+    """Everybody's message by itself. ``members`` is how many take part in the round, heard or left out."""
 
-    def __init__(self, letters: Mapping[int, Letter], setting: Setting, codec: Codec) -> None:
+    def __init__(self, letters: Mapping[int, Letter], setting: Setting, codec: Codec, members: int) -> None:
         super().__init__([letter.header for letter in letters.values()])
         self._letters = letters
+        self._members = members
         self._setting = setting
         self._codec = codec
         self._readers = [Reader(letter.body) for letter in letters.values()]
@@ -106,13 +127,17 @@ class HeardAll(Heard):
     def reason(self, rank: int) -> str:
         return self._letters[rank].words()
 
+    def present(self) -> list[bool]:
+        return _any([self._setting.unpack(reader) for reader in self._readers])
+
     def buffers(self) -> list[Tensor]:
         buffers = self._setting.buffers
         return buffers.average([buffers.unpack(reader) for reader in self._readers])
 
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
         parts = (self._codec.decode(reader, slab, self._setting.kernels) for reader in self._readers)
-        return mean(parts, len(self._readers), out, over_senders=over_senders)
+        # Whoever is left out still owes what it said. It counts when it is heard, over as many members, and not twice.
+        return mean(parts, self._members, out, over_senders=over_senders)
 
 
 @dataclass(frozen=True)
@@ -131,7 +156,7 @@ class Gathered:
         seconds = time.perf_counter() - begin
         left_out = yield from settle(read, say.header, expected, self.setting.seal, self.setting.refused)
         counted = {rank: letter for rank, letter in read.letters.items() if rank not in left_out}
-        opened = HeardAll(counted, self.setting, say.codec)
+        opened = HeardAll(counted, self.setting, say.codec, len(peers))
         opened.left_out = left_out
         opened.seconds = seconds
         return opened
@@ -139,7 +164,8 @@ class Gathered:
     def _body(self, say: Say) -> bytes:
         if say.header.kind not in WITH_PAYLOAD:
             return in_words(say.why)
-        return b"".join([self.setting.buffers.pack(), *(block for block in say.blocks if isinstance(block, bytes))])
+        blocks = [block for block in say.blocks if isinstance(block, bytes)]
+        return b"".join([self.setting.pack(say.present), self.setting.buffers.pack(), *blocks])
 
     def open(self, message: bytes, expected: Expected, rank: int, mine: Say) -> Letter:
         """A message that will decode: everything in it is read once, and forgotten, before anything is believed. One of
@@ -149,6 +175,7 @@ class Gathered:
         kind = letter.header.kind
         if kind in WITH_PAYLOAD and kind is mine.header.kind and rank != mine.header.sender:
             reader = Reader(letter.body)
+            self.setting.unpack(reader)
             self.setting.buffers.unpack(reader)
             check_payload(mine.codec, reader, self.setting.layout, self.setting.kernels)
         return letter
@@ -260,7 +287,9 @@ def _read_dispute(letter: Letter) -> Dispute:
         raise WireError(f"kind: {letter.header.kind.name.lower()} where a dispute is due")
     try:
         body = json.loads(letter.body)
-        marks, refused = ({int(rank): str(text) for rank, text in body[key].items()} for key in ("marks", "refused"))
+        marks, refused = (
+            {int(rank): printable(str(text)) for rank, text in body[key].items()} for key in ("marks", "refused")
+        )
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise WireError(f"dispute: {error!r}; the message is corrupt") from error
     return Dispute(marks, refused)
@@ -287,15 +316,21 @@ class HeardSum(Heard):
         headers: list[Header],
         setting: Setting,
         mean: Tensor | None = None,
+        present: Sequence[Tensor] = (),
         reasons: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(headers)
         self._setting = setting
         self._mean = torch.empty(0) if mean is None else mean
+        self._present = present
+        self.not_finite = _not_finite(self._mean)
         self._reasons = reasons or {}
 
     def reason(self, rank: int) -> str:
         return self._reasons[rank]
+
+    def present(self) -> list[bool]:
+        return _any(self._present)
 
     def buffers(self) -> list[Tensor]:
         return self._setting.buffers.changed_by(self._mean[self._setting.layout.size :])
@@ -318,11 +353,12 @@ class Summed:
 
     def converse(self, say: Say, expected: Expected, peers: Sequence[int]) -> Talk[Heard]:
         seal = self.setting.seal
-        heard = yield Gather(seal_message(say.header, b"", seal), equal=True)
+        flags = self.setting.pack(say.present or [False] * self.setting.flags)
+        heard = yield Gather(seal_message(say.header, flags, seal), equal=True)
         read = Read(peers)
         for rank, message in zip(peers, heard, strict=True):
             with read.refusing(rank):
-                read.letters[rank] = unseal_message(message, expected, rank, seal)
+                read.letters[rank] = self._open(message, expected, rank)
         headers = [letter.header for letter in read.letters.values()]
         if all(header.kind is Kind.FINISH for header in (say.header, *headers)):
             yield from settle(read, say.header, expected, seal)
@@ -335,7 +371,14 @@ class Summed:
             return (yield from self._reasons(say, expected, peers, headers))
         # Divided by a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
         mean = total[: -len(votes)].div_(torch.tensor(float(len(headers)), device=total.device))
-        return HeardSum(headers, self.setting, mean)
+        present = [self.setting.unpack(Reader(letter.body)) for letter in read.letters.values()]
+        return HeardSum(headers, self.setting, mean, present)
+
+    def _open(self, message: bytes, expected: Expected, rank: int) -> Letter:
+        letter = unseal_message(message, expected, rank, self.setting.seal)
+        if len(letter.body) != self.setting.flag_bytes:
+            raise WireError(f"length: {len(letter.body)} bytes, where {self.setting.flag_bytes} are due")
+        return letter
 
     def _vector(self, parts: list[Tensor]) -> Tensor:
         """All parts end to end, where those of the last round were."""
@@ -369,6 +412,21 @@ def _unanimous(total: Tensor, voters: int) -> bool:
     """All votes were equal: the sum of squares is the least it can be. Every rank reads that from the same totals."""
     sums, squares = total.double().chunk(2)
     return bool((squares * voters == sums.square()).all())
+
+
+def _not_finite(mean: Tensor) -> int | None:
+    """Where the first value is that is not finite. The sum of all tells in one pass that there is none; finite ones may
+    have an infinite sum, so then each is looked at."""
+    if bool(torch.isfinite(mean.sum())):
+        return None
+    bad = (~torch.isfinite(mean)).nonzero()
+    return int(bad[0]) if len(bad) else None
+
+
+def _any(flags: Sequence[Tensor]) -> list[bool]:
+    """Which flags are set in any of the lists."""
+    found: list[bool] = torch.stack(list(flags)).any(0).tolist()
+    return found
 
 
 def in_words(why: str) -> bytes:

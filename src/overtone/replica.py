@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from overtone import agreement, fingerprint, greeting, saving
 from overtone.buffers import Buffers
 from overtone.codec import Block
-from overtone.errors import GaveUpError, MethodError, ModelError, NotFiniteError, OvertoneError
-from overtone.exchange import Talk, hold
+from overtone.errors import GaveUpError, MethodError, ModelError, NotFiniteError, OvertoneError, printable
+from overtone.exchange import Broadcast, Talk, hold
 from overtone.inner import Closure, InnerStep
 from overtone.joining import connect
 from overtone.kernels import kernels_for
 from overtone.ledger import Count
 from overtone.methods import Method, decoupled
 from overtone.parameters import Parameters
-from overtone.patterns import Heard, Say, Setting, pattern_for
+from overtone.patterns import WITH_PAYLOAD, Heard, Say, Setting, pattern_for
 from overtone.record import Round
-from overtone.transport import Transport
+from overtone.transport import Transport, is_transport
 from overtone.wire import MOST_REPLICAS, Expected, Header, Kind, Seal
 from overtone.work import Work
 
@@ -51,7 +51,8 @@ class Replica:
 
     ``transport`` defaults to the world the process was started in: one process alone, or a ``torchrun`` world.
     ``buffers`` is "shared" (floating ones averaged each round, others checked) or "private".
-    Freeze parameters before building the replica: those with ``requires_grad`` are exchanged, in fp32.
+    Freeze parameters before building the replica: those with ``requires_grad`` are exchanged, in fp32. Parameters that
+    are replaced, added or removed afterwards are refused in the next round, on every rank.
     ``key`` (by default the environment's ``OVERTONE_KEY``) seals every message against forgery. ``refused`` says what
     happens to a rank whose message cannot be read: "raise" on every rank, or "leave out" of that round on every rank.
     ``join=False`` leaves the greeting to whoever drives `joining` (the simulator does).
@@ -71,6 +72,10 @@ class Replica:
     ) -> None:
         if not isinstance(method, Method | None):
             raise MethodError(f"method={method!r}: give a Method, such as overtone.decoupled(every=64)")
+        if transport is not None and not is_transport(transport):
+            raise MethodError(f"transport={transport!r}: give Solo(), Torch(group), or None for the world at hand")
+        self.parameters = Parameters(model, inner)
+        self.buffers = Buffers(model, buffers)
         self.model = model
         self.inner = inner
         self.method = method or decoupled()
@@ -81,15 +86,14 @@ class Replica:
         self.rounds = 0
         self.steps_at_round = 0  # value of `steps` at the last round
         self.state: dict[str, Tensor] = {}  # the rule's: anchor, momentum, residual, as flat coefficients
-        self.parameters = Parameters(model, inner)
-        self.buffers = Buffers(model, buffers)
         exchanged = self.parameters.exchanged
         self.device = exchanged[0].device
         self.layout = self.method.codec.layout([p.shape for p in exchanged])
         self.signal = self.method.signal(exchanged)
         self.kernels = kernels_for(self.layout.size, self.device)
         self.seal = Seal.with_key(key)
-        setting = Setting(self.layout, self.kernels, self.buffers, self.seal, self.device, refused)
+        flags = len(self.signal.present())
+        setting = Setting(self.layout, self.kernels, self.buffers, self.seal, self.device, refused, flags)
         self._pattern = pattern_for(self.method.codec, setting)
         self.refused = refused
         self.about = agreement.introduction(self.method, self.parameters.all, self.buffers, refused)
@@ -142,6 +146,7 @@ class Replica:
         """
         if self._showing_anchor:
             raise ModelError("anchor: the model shows it already; leave the first `with replica.anchor()` first")
+        self.refuse_changes("anchor")
         shared = self.parameters.tensors if "anchor" in self.state else []
         floats = self.buffers.float_tensors()
         own = [t.clone() for t in (*shared, *floats)]
@@ -190,12 +195,11 @@ class Replica:
         before = copy.copy(self.transport.ledger.now)
         blocks: list[Block] = []
         norm = math.nan
-        if why := self.broken:
+        if why := self.broken or self._changes():
             kind = Kind.FAILURE
-        elif why := self.parameters.not_finite(self.signal, self.steps):
-            abstains = self._inner_step.may_overflow and not self.signal.inner_first
-            kind = Kind.ABSTAIN if abstains else Kind.FAILURE
-        elif why := self.parameters.thawed() or self.buffers.trouble():
+        elif why := self.parameters.not_finite(self.signal, self.steps, len(self.transport.peers)):
+            kind = Kind.ABSTAIN if self._may_skip else Kind.FAILURE
+        elif why := self.buffers.not_finite():
             kind = Kind.FAILURE
         else:
             try:
@@ -208,29 +212,44 @@ class Replica:
                 blocks.clear()
                 self.broken = self.parameters.overflow(error.tensor, self.steps)
                 kind, why = Kind.FAILURE, self.broken
-        say = Say(self._header(kind), work.codec, blocks, why)
+        present = self.signal.present() if kind in WITH_PAYLOAD else []
+        say = Say(self._header(kind), work.codec, blocks, why, present)
         return _Proposal(say, norm, time.perf_counter() - begin, before)
 
     def _absorb(self, heard: Heard, work: Work) -> None:
         """What was heard into state, weights and buffers. Everything was verified before."""
+        present = heard.present()
         buffers = heard.buffers()
         targets = self.signal.targets()
         over_senders = work.rule.over_senders
         work.absorb(self.state, lambda slab, out: heard.mean(slab, out, over_senders=over_senders), targets)
-        self.signal.wrote(targets, work.rule.settle, scale=self._loss_scale())
+        self.signal.wrote(targets, work.rule.settle, present=present, scale=self._loss_scale())
         self.buffers.absorb(buffers)
 
     def _verify(self, heard: Heard, say: Say) -> None:
         """Refuse, on every rank alike, a round that must not count."""
         for header in heard.headers:
             if header.kind is Kind.FAILURE:
-                why = say.why if header.sender == self.transport.rank else heard.reason(header.sender)
+                own = header.sender == self.transport.rank
+                why = printable(say.why) if own else heard.reason(header.sender)
                 raise GaveUpError(f"round {self.rounds}: rank {header.sender} could not take part: {why}")
-        ranks = [header.sender for header in heard.headers]
         agreement.compare_progress(self.rounds, heard.headers)
-        agreement.compare_anchors(self.rounds, ranks, [header.anchor for header in heard.headers])
-        counters = [header.counters for header in heard.headers]
-        agreement.compare_counters(self.rounds, ranks, counters, self.buffers.counters)
+        counters = {header.sender: header.counters for header in heard.headers}
+        agreement.compare_counters(self.rounds, counters, self.buffers.counters)
+
+    def _verify_payload(self, heard: Heard) -> None:
+        """Likewise, a payload that must not be absorbed: replicas apart, or a sum that overflowed on the way."""
+        agreement.compare_anchors(self.rounds, _anchors(heard), of_weights="anchor" not in self.state)
+        if heard.not_finite is not None and not self._may_skip:
+            told = self.parameters.overflowing_sum(self._tensor_at(heard.not_finite), self.signal, self.steps)
+            raise GaveUpError(f"round {self.rounds}: {told}")
+
+    def _tensor_at(self, place: int) -> int | None:
+        """Which parameter a place in a sum belongs to; None beyond them, where the buffers are."""
+        for slab in self.layout.slabs:
+            if place < slab.offset + slab.size:
+                return slab.tensor_of(0, place - slab.offset)
+        return None
 
     # -- talks: a replica's side of every conversation (see exchange.py) -------------------------------------------
 
@@ -245,6 +264,7 @@ class Replica:
         self.proposing = True
         try:
             heard = yield from self._converse(proposal.say)
+            self._verify_payload(heard)
         except OvertoneError:
             # A drift that the residual now holds must not be measured a second time.
             if work.withdraw(self.state, proposal.say.blocks):
@@ -253,15 +273,15 @@ class Replica:
         finally:
             self.proposing = False
         begin = time.perf_counter()
-        abstained = any(header.kind is Kind.ABSTAIN for header in heard.headers)
+        abstained = heard.not_finite is not None or any(header.kind is Kind.ABSTAIN for header in heard.headers)
         if abstained or self.transport.rank in heard.left_out:
             work.withdraw(self.state, proposal.say.blocks)
-        if abstained:
-            self._inner_step.spoil()
-        else:
+        if not abstained:
             self._absorb(heard, work)
         seconds = time.perf_counter() - begin + heard.seconds
-        if not self.signal.inner_first:
+        if abstained:
+            self._inner_step.skip()
+        elif not self.signal.inner_first:
             self._inner_step.take()
         return self._recorded(proposal, heard, seconds)
 
@@ -291,6 +311,10 @@ class Replica:
         return done
 
     def finishing(self) -> Talk[list[Round]]:
+        if self._showing_anchor:
+            raise ModelError(
+                "finish: inside `with replica.anchor()` the replica's own weights would come back; leave it"
+            )
         rounds: list[Round] = []
         with self.transport.ledger.during("finish"):
             if self.method.every is not None and self.steps > self.steps_at_round:
@@ -302,10 +326,33 @@ class Replica:
                     rounds.append(last)
                 self.state["residual"].zero_()
             if self.method.consensus:
-                if "anchor" in self.state:
-                    self.show(self.state["anchor"])
-                yield from self._converse(Say(self._header(Kind.FINISH), self.method.codec))
+                yield from self._closing()
+            else:
+                self.refuse_changes("finish")  # nobody waits for this replica
         return rounds
+
+    def _closing(self) -> Talk[None]:
+        """The last words: all replicas hold the same weights. Hosts that round D⁻¹ differently (another type of CPU,
+        another library) get other weights from one anchor; then those of the first replica count."""
+        anchor, weights = self.anchor_tensors(), self.parameters.tensors
+        if "anchor" in self.state and not self._changes():
+            self.show(self.state["anchor"])
+        heard = yield from self._finish([*anchor, *weights] if "anchor" in self.state else weights)
+        if len(set(_anchors(heard).values())) == 1 and not heard.left_out:
+            return
+        heard = yield from self._finish(anchor)
+        agreement.compare_anchors(self.rounds, _anchors(heard), of_weights="anchor" not in self.state)
+        yield Broadcast(weights)
+        self.signal.begin()
+        heard = yield from self._finish(weights)
+        agreement.compare_last_weights(_anchors(heard))
+
+    def _finish(self, tensors: Sequence[Tensor]) -> Talk[Heard]:
+        """Everybody's last message; instead of the anchor's fingerprint it has that of these tensors."""
+        why = self._changes()
+        header = self._header(Kind.FAILURE if why else Kind.FINISH)
+        say = Say(replace(header, anchor=fingerprint.of_tensors(tensors)), self.method.codec, why=why)
+        return (yield from self._converse(say))
 
     def show(self, coeffs: Tensor) -> None:
         """Weights with these coefficients into the model, as the start of a round."""
@@ -328,6 +375,25 @@ class Replica:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
+    def _changes(self) -> str:
+        """Why model and optimiser are not those that the replica was built with any more, if they are not."""
+        return self.parameters.changed() or self.buffers.changed()
+
+    def refuse_changes(self, verb: str) -> None:
+        """The same where no exchange is under way in which to tell the others; they hear of it in the next."""
+        if why := self._changes():
+            raise ModelError(f"{verb}: {why}")
+
+    @property
+    def showing_anchor(self) -> bool:
+        """True inside `with replica.anchor()`: the weights in the model are not the replica's own."""
+        return self._showing_anchor
+
+    @property
+    def _may_skip(self) -> bool:
+        """An overflow is no failure: under a `GradScaler` everybody skips the step."""
+        return self._inner_step.may_overflow and not self.signal.inner_first
+
     def anchor_tensors(self) -> list[Tensor]:
         """What a fingerprint is taken of: the anchor, or the weights where they serve as one."""
         return [self.state["anchor"]] if "anchor" in self.state else self.parameters.tensors
@@ -343,6 +409,10 @@ class Replica:
 
     def _loss_scale(self) -> float:
         return 1.0 if self.signal.inner_first else self._inner_step.scale
+
+
+def _anchors(heard: Heard) -> dict[int, bytes]:
+    return {header.sender: header.anchor for header in heard.headers}
 
 
 def _norm(flat: Tensor) -> float:

@@ -20,6 +20,8 @@ COUNTS = ("steps", "rounds", "steps_at_round")
 def save(replica: Replica) -> dict[str, Any]:
     if replica.proposing:
         raise StateError("state_dict: in the middle of a round nothing is settled; save after it")
+    _refuse_at_anchor(replica, "state_dict", "save")
+    replica.refuse_changes("state_dict")
     return {
         "about": dict(replica.about),
         "counts": {name: getattr(replica, name) for name in COUNTS},
@@ -32,6 +34,8 @@ def save(replica: Replica) -> dict[str, Any]:
 
 def restore(replica: Replica, saved: Mapping[str, Any]) -> None:
     """Nothing is touched unless all of it fits."""
+    _refuse_at_anchor(replica, "load_state_dict", "load")
+    replica.refuse_changes("load_state_dict")
     agreement.compare_saved(saved.get("about", {}), replica.about)
     try:
         pairs = [(tensor, saved["state"][name]) for name, tensor in replica.state.items()]
@@ -50,6 +54,13 @@ def restore(replica: Replica, saved: Mapping[str, Any]) -> None:
         setattr(replica, name, count)
     replica.transport.ledger.load_state_dict(ledger)
     replica.broken = ""
+
+
+def _refuse_at_anchor(replica: Replica, verb: str, do: str) -> None:
+    if replica.showing_anchor:
+        raise StateError(
+            f"{verb}: inside `with replica.anchor()` the weights are not the replica's own; {do} after leaving it"
+        )
 
 
 def share(replica: Replica) -> dict[str, Any]:

@@ -29,12 +29,17 @@ class Signal(Protocol):
         """The signal is the first tensors, less the second if there are any."""
         ...
 
+    def present(self) -> list[bool]:
+        """Which parameters have a signal now, to be told to the others; empty if all always have one."""
+        ...
+
     def targets(self) -> list[Tensor]:
         """Where to write the rule's answer; to be followed by `wrote`."""
         ...
 
-    def wrote(self, targets: list[Tensor], settle: Settle, *, scale: float = 1.0) -> None:
-        """The answer is in the targets; ``scale`` is the loss scale that gradients carry."""
+    def wrote(self, targets: list[Tensor], settle: Settle, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
+        """The answer is in the targets; ``present`` says which parameters had a signal on any replica, ``scale`` is the
+        loss scale that gradients carry."""
         ...
 
     def state(self) -> list[Tensor]:
@@ -66,10 +71,20 @@ class Drift:
     def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
         return self.start, self.weights
 
+    def present(self) -> list[bool]:
+        return []
+
     def targets(self) -> list[Tensor]:
         return self.weights
 
-    def wrote(self, targets: list[Tensor], settle: Settle, *, scale: float = 1.0) -> None:  # noqa: ARG002
+    def wrote(
+        self,
+        targets: list[Tensor],
+        settle: Settle,
+        *,
+        present: Sequence[bool] = (),  # noqa: ARG002
+        scale: float = 1.0,  # noqa: ARG002
+    ) -> None:
         for start, weight in zip(self.start, targets, strict=True):
             settle(weight)
             start.copy_(weight)
@@ -92,16 +107,21 @@ class Gradient:
     def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
         return [_dense_gradient(p) for p in self.parameters], None
 
+    def present(self) -> list[bool]:
+        return [p.grad is not None for p in self.parameters]
+
     def targets(self) -> list[Tensor]:
         return [_place_for(p) for p in self.parameters]
 
-    def wrote(self, targets: list[Tensor], settle: Settle, *, scale: float = 1.0) -> None:
-        for p, answer in zip(self.parameters, targets, strict=True):
+    def wrote(self, targets: list[Tensor], settle: Settle, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
+        for p, answer, somebody_had_one in zip(self.parameters, targets, present, strict=True):
             settle(answer)
             if scale != 1.0:
                 answer.mul_(scale)
-            if not bool(answer.any()):
-                p.grad = None  # unused on every replica: optimisers skip it, on every replica alike
+            # Unused on every replica: optimisers skip it, as they would without any exchange. A gradient of zeros is
+            # another thing: momentum and weight decay go on. (A rule may answer from what it remembers, too.)
+            if not somebody_had_one and not bool(answer.any()):
+                p.grad = None
             elif answer is not p.grad:
                 p.grad = answer.to(p.dtype)
 
@@ -123,10 +143,13 @@ class Silence:
     def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
         return [], None
 
+    def present(self) -> list[bool]:
+        return []
+
     def targets(self) -> list[Tensor]:
         return []
 
-    def wrote(self, targets: list[Tensor], settle: Settle, *, scale: float = 1.0) -> None:
+    def wrote(self, targets: list[Tensor], settle: Settle, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
         pass
 
     def state(self) -> list[Tensor]:

@@ -58,6 +58,11 @@ class Transport(Protocol):
         ...
 
 
+def is_transport(thing: object) -> bool:
+    """Has all that a replica needs of the world."""
+    return all(hasattr(thing, name) for name in ("rank", "size", "ledger", "peers", "gather", "sum", "broadcast"))
+
+
 class Solo:
     """A world of one."""
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from overtone.errors import MethodError, WireError
+from overtone.errors import MethodError, WireError, printable
 
 MAGIC = b"OVTN"
 VERSION = 3
@@ -115,7 +115,7 @@ class Letter:
 
     def words(self) -> str:
         """The body of a message that gives a reason."""
-        return self.body.decode(errors="replace")
+        return printable(self.body.decode(errors="replace"))
 
 
 def seal_message(header: Header, body: bytes, seal: Seal) -> bytes:
