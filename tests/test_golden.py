@@ -30,9 +30,16 @@ class Constant(nn.Module):
 
 
 def slope(rank: int) -> torch.Tensor:
-    """(32, 32): few strong entries, many weak ones, different for each rank; exact in binary."""
-    cells = torch.arange(1024.0).view(32, 32)
-    return ((cells * (3 + 2 * rank)) % 64 - 31.5) / 64
+    """(32, 32): numbers of a linear congruence, different for each rank; exact in binary.
+
+    Without a pattern on purpose: a regular one has coefficients that are zero but for rounding, and one bit of such a
+    coefficient is the sign of that rounding, which is another on another CPU.
+    """
+    state, values = 12345 + 777 * rank, []
+    for _ in range(1024):
+        state = (1103515245 * state + 12345) % 2**31
+        values.append((state >> 16) % 256 - 127.5)
+    return torch.tensor(values).view(32, 32) / 256
 
 
 def history(method: Method) -> dict[str, list[list[float]]]:

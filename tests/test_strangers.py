@@ -23,6 +23,11 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SMALL = ("--every", "5", "--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--batch", "2")
 LONG = ("--steps", "1000000", "--checkpoint-every", "500")
 PORT = "29500"  # a namespace has all ports to itself
+KNOCK = """
+import socket, sys
+for port in sys.argv[2:]:
+    print(socket.socket().connect_ex((sys.argv[1], int(port))))
+"""
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ def started(commands: Sequence[Sequence[str]], folder: Path, **env: str) -> Iter
                     cwd=folder,
                     start_new_session=True,
                     env={**here, "OMP_NUM_THREADS": "1", **env},
-                )  # fmt: skip
+                )
             )
     try:
         yield logs
@@ -100,10 +105,9 @@ def test_nothing_of_a_local_run_listens_beyond_the_loopback_interface(text: Path
         sockets = listening(hosts[0])
         assert sockets, "gloo listens somewhere"
         assert all(is_loopback(place) for place, _ in sockets), sockets
-        knock = "import socket, sys\nfor port in sys.argv[2:]:\n    print(socket.socket().connect_ex((sys.argv[1], int(port))))"
         ports = [str(port) for _, port in sockets]
         said = subprocess.run(
-            in_host(hosts, 1, sys.executable, "-c", knock, address(0), *ports), capture_output=True, text=True
+            in_host(hosts, 1, sys.executable, "-c", KNOCK, address(0), *ports), capture_output=True, text=True
         )
         assert said.stdout.split() == ["111"] * len(ports), said  # refused, every one
 
@@ -122,7 +126,8 @@ def static(hosts: Network) -> list[list[str]]:
 
 
 def dynamic(hosts: Network) -> list[list[str]]:
-    return [["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:{PORT}"]] * len(hosts)
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:{PORT}"]
+    return [[*where, "--local-addr", address(number)] for number in range(len(hosts))]
 
 
 @pytest.mark.parametrize(("form", "warned"), [(static, 0), (dynamic, 1)], ids=["static", "c10d"])

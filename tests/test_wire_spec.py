@@ -24,7 +24,7 @@ PAYLOADS: dict[str, dict] = json.loads((VECTORS / "payloads.json").read_text())
 # --- The decoder: section 1, messages ---------------------------------------------------------------------------------
 
 HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
-KINDS = range(7)
+KINDS = range(8)
 KEYED = 0x80
 
 
@@ -64,7 +64,7 @@ def read_message(data: bytes, key: bytes, **expected: int | bytes) -> Message:
     magic, version, flagged, sender, number, steps, length, *prints = HEADER.unpack_from(data)
     if magic != b"OVTN":
         raise ValueError("another magic")
-    if version != 2:
+    if version != 3:
         raise ValueError("another version")
     if bool(flagged & KEYED) != bool(key):
         raise ValueError("a seal of the other sort")
