@@ -52,7 +52,7 @@ def write_message(message: Message, key: bytes) -> bytes:
     """The bytes of a message."""
     kind = message.kind | (KEYED if key else 0)
     prints = (message.run, message.schema, message.anchor, message.counters)
-    head = (b"OVTN", 2, kind, message.sender, message.round, message.steps, len(message.body))
+    head = (b"OVTN", 3, kind, message.sender, message.round, message.steps, len(message.body))
     data = HEADER.pack(*head, *prints) + message.body
     return data + seal_of(data, key)
 
@@ -444,7 +444,7 @@ def test_unexpected_messages_are_refused(name: str) -> None:
         with pytest.raises(ValueError, match=f"another {field}"):
             read_message(write_message(replace(message, **{field: value}), key), key, **expected)
     with pytest.raises(ValueError, match="unknown kind"):
-        read_message(write_message(replace(message, kind=7), key), key)
+        read_message(write_message(replace(message, kind=8), key), key)
     for at, new, reason in ((0, "4f56544d", "magic"), (4, "01", "version"), (16, "ff" * 8, "beyond")):
         broken = put(data[: HEADER.size + len(message.body)], at, new)
         with pytest.raises(ValueError, match=reason):

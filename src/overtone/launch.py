@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -148,15 +149,24 @@ def warn_of_open_rendezvous() -> None:
 
 
 def _rendezvous_is_open() -> bool:
-    """torchrun's dynamic rendezvous keeps its state under a key of its own in the store that it shares with us, or in
-    another store; the static form has neither."""
+    """The launcher around this process is torchrun with a rendezvous that unpickles. Nothing in the environment tells:
+    its command line does, and the variables that stand for its flags."""
     if is_ours() or not dist.is_torchelastic_launched():
         return False
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
-    address, port = os.environ["MASTER_ADDR"], whole_number("MASTER_PORT")
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-    return bool(store.check([f"torch.rendezvous.{os.environ['TORCHELASTIC_RUN_ID']}"]))
+    words = [
+        *_command_of(os.getppid()),
+        *(f"--{name[4:]}={value}" for name, value in os.environ.items() if name.startswith("PET_")),
+    ]
+    flags = " ".join(words).lower().replace("_", "-")
+    unpickles = re.search(r"--rdzv-b\S*[ =](c10d|etcd-v2)\b", flags) or "--standalone" in flags
+    return bool(unpickles) and "store-type=file" not in flags
+
+
+def _command_of(process: int) -> list[str]:
+    """Where there is no /proc, or it is not ours to read, nothing is known."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
 
 
 # -- the launcher ------------------------------------------------------------------------------------------------------
