@@ -2,7 +2,7 @@
 
 python examples/wrap_a_loop.py
 torchrun --nproc-per-node 4 examples/wrap_a_loop.py
-torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/wrap_a_loop.py
+torchrun --nnodes 3 --node-rank I --master-addr HOST --master-port 29500 examples/wrap_a_loop.py   # on host I = 0, 1, 2
 """
 
 import torch

@@ -112,6 +112,40 @@ def test_every_rank_refuses_alike_and_names_the_sender(tmp_path: Path) -> None:
         assert len({t[name] for t in told}) == 1
 
 
+def damaged_greetings() -> dict[str, str]:
+    """Rank 2 hears one of rank 1's two greetings damaged: its introduction, or its fingerprint of the first weights."""
+    rank = dist.get_rank()
+
+    class Deafened(Torch):
+        due = 0
+
+        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
+            heard = super().gather(message, most=most)
+            if heard[LIAR][:4] == MAGIC and heard[LIAR][5] == Kind.GREETING:
+                self.due -= 1
+                heard[LIAR] = flip(heard[LIAR]) if self.due == 0 and rank == 2 else heard[LIAR]
+            return heard
+
+    told = {}
+    for which in (1, 2):
+        transport = Deafened()
+        transport.due = which
+        try:
+            Replica(*build(rank), METHODS["decoupled"], transport)
+            told[str(which)] = "no error"
+        except PeerError as error:
+            told[str(which)] = str(error)
+    return told
+
+
+def test_a_greeting_damaged_on_one_link_ends_on_all(tmp_path: Path) -> None:
+    found = worlds.run(damaged_greetings, size=3, folder=tmp_path)
+    for result in found:
+        assert "value" in result, result
+        for told in result["value"].values():
+            assert told.startswith("round 0: the greeting of rank 1 was refused by rank 2: checksum"), told
+
+
 def leaving_out() -> dict[str, object]:
     rank = dist.get_rank()
     spoil = flip if rank == 2 else None
