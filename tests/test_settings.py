@@ -42,8 +42,8 @@ def test_a_file_says_all_there_is(config: Run, tmp_path: Path) -> None:
         ("compile = 1", "compile = 1: must be true or false"),
         ('inner = "adam"', 'inner = "adam": must be adamw, muon, sgd'),
         ("out = 3", "out = 3: must be a path"),
-        ("steps = 0", "steps=0: at least 1"),
-        ("skew = 2", "skew=2.0: from 0"),
+        ("steps = 0", "steps=0: local steps of every replica, from 1"),
+        ("skew = 2", "skew=2.0: the share of the samples"),
         ("steps = ", "not TOML"),
     ],
 )

@@ -19,11 +19,11 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from overtone import compare, history, plan, report, rundir, simulation, standings, table
-from overtone.config import CodecBench, Comparison, ConfigError, MethodChoice, Run, Simulation, TrainBench, at_least_one
+from overtone import compare, history, limits, plan, report, rundir, simulation, standings, surroundings, table
+from overtone.config import CodecBench, Comparison, ConfigError, MethodChoice, Run, Simulation, TrainBench
 from overtone.files import write_whole
 from overtone.recipes import demo
-from overtone.tasks import TaskOptions
+from overtone.tasks import TaskOptions, refuse_missing
 from overtone.watching import LiveTable
 from overtone.words import headline, metrics_line, summary
 
@@ -41,6 +41,9 @@ class Demo:
     """Methods at a time, each in a process of one thread; by default one for each core."""
     out: Path | None = None
     """Where the runs and the page go; by default a new directory below runs/."""
+
+    def __post_init__(self) -> None:
+        limits.check(self, {"steps": limits.STEPS, "workers": limits.WORKERS}, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Plan:
     """Replicas that exchange (papers: K)."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "replicas")
+        limits.check(self, {"replicas": limits.REPLICAS}, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def _compare(asked: Comparison, folder: Path, again: str) -> None:
     failed = {folder.name: state.words for folder, state in states.items() if state.state == "failed"}
     if failed:
         name, words = next(iter(failed.items()))
-        raise ConfigError(f"{len(failed)} of {len(cells)} runs failed, first {name}: {words}")
+        raise rundir.RunError(f"{len(failed)} of {len(cells)} runs failed, first {name}: {words}")
 
 
 @run.register
@@ -201,6 +204,7 @@ def _(command: TrainBench) -> None:
     torch.set_num_threads(command.threads)
     from overtone import launch
 
+    surroundings.check()
     if command.replicas > 1 and not launch.is_replica():
         launch.spawn(sys.argv[1:], replicas=command.replicas, threads=command.threads, port=0)
         return
@@ -235,7 +239,20 @@ def _(command: Train) -> None:
         return
     from overtone import launch
 
+    surroundings.check()
+    if not launch.is_replica():  # a host of many may lack what others have: the replicas tell each other
+        refuse_missing(command.settings.task)
+        _refuse_crowd(command.settings.replicas)
     launch.train(command.settings, resume=command.resume is not None)
+
+
+def _refuse_crowd(replicas: int) -> None:
+    """Each replica is a process of some hundred megabytes."""
+    most = max(64, 16 * (os.cpu_count() or 1))
+    if replicas > most:
+        raise ConfigError(
+            f"replicas={replicas}: processes to start on this machine, at most {most}; simulate takes more"
+        )
 
 
 @run.register

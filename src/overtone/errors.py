@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class OvertoneError(Exception):
     """Base of all errors that overtone raises on purpose."""
 
+    status: ClassVar[int] = 1  # of a command that ends with it: 1 for what happened, 2 for what was typed wrong
+
+
+class OvertoneWarning(UserWarning):
+    """Something is wrong, and the work goes on without it."""
+
 
 class MethodError(OvertoneError, ValueError):
     """A method, rule or codec was given a number it cannot work with."""
+
+    status = 2
 
 
 class ModelError(OvertoneError, ValueError):
@@ -41,3 +51,20 @@ class NotFiniteError(OvertoneError, ValueError):
 
 class StateError(OvertoneError, ValueError):
     """A saved state does not fit this replica."""
+
+
+def printable(text: str) -> str:
+    """Words of somebody else, fit for a terminal: what it would obey (escape sequences, control characters) is spelt
+    out, but for newlines and tabs; so is what no file can hold (half characters)."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(value: object) -> str:
+    """Somebody else's value in a message: its beginning is enough to find it by."""
+    text = printable(repr(value))
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def one_line(text: str) -> str:
+    """The same on a single line."""
+    return " ".join(printable(text).split("\n"))

@@ -9,7 +9,7 @@ from overtone import checkpoint, optimisers, rundir, runlog, settings
 from overtone.config import Run
 from overtone.marks import CheckpointError, Mark, complete, file_of, present
 from overtone.replica import Replica
-from overtone.rundir import RunError
+from overtone.rundir import RunError, UnfitRunError
 from overtone.tasks import load_task
 from overtone.train import evaluate
 from overtone.transport import Solo
@@ -19,14 +19,16 @@ def export(run: Path, folder: Path) -> tuple[int, dict[str, float]]:
     """The newest complete checkpoint's shared model into ``folder``; its step, and its validation metrics."""
     rundir.refuse_unused(run, "export")
     if folder.exists():
-        raise RunError(f"export {folder}: exists already; give a new folder")
+        raise UnfitRunError(f"export {folder}: exists already; give a new folder")
     config = settings.load(run / rundir.CONFIG, Run())
     mark = _newest(run)
-    tree = checkpoint.read(file_of(run / rundir.CHECKPOINTS, mark, 0))
+    file = file_of(run / rundir.CHECKPOINTS, mark, 0)
+    tree = checkpoint.read(file)
     task = load_task(config.task)
     model = task.model()
     replica = Replica(model, optimisers.build(model, config.training), config.choice.build(), Solo())
-    checkpoint.restore(replica, tree)
+    with checkpoint.reading(file, "model or optimiser"):
+        checkpoint.restore(replica, tree)
     beside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     try:

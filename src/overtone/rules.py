@@ -152,8 +152,7 @@ class Outer(Rule):
     shared = ("anchor", "momentum")
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.lr <= 10.0:
-            raise MethodError(f"lr={self.lr}: the outer learning rate is above 0, usually 0.5 to 1")
+        _within("lr", self.lr, 0.0, 10.0, above=True, what="the outer learning rate, usually 0.5 to 1, ")
         _within("momentum", self.momentum, 0.0, 1.0, below=True)
         _within("decay", self.decay, 0.0, 1.0)
         _within("carry", self.carry, 0.0, 1.0)
@@ -207,8 +206,7 @@ class Published(Rule):
     over_senders = True
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.lr <= 10.0:
-            raise MethodError(f"lr={self.lr}: the outer learning rate is above 0, usually 0.5 to 1")
+        _within("lr", self.lr, 0.0, 10.0, above=True, what="the outer learning rate, usually 0.5 to 1, ")
         _within("decay", self.decay, 0.0, 1.0)
 
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
@@ -235,8 +233,12 @@ def _accumulate_and_send(store: Tensor, signal: Reading, encode: Encode, decay: 
     return sent
 
 
-def _within(name: str, value: float, low: float, high: float, *, above: bool = False, below: bool = False) -> None:
-    """Refuse a number outside [low, high]; ``above`` and ``below`` exclude the ends."""
+def _within(
+    name: str, value: float, low: float, high: float, *, above: bool = False, below: bool = False, what: str = ""
+) -> None:
+    """Refuse what is no number, and a number outside [low, high]; ``above`` and ``below`` exclude the ends."""
+    brackets = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MethodError(f"{name}={value!r}: {what}must be a number in {brackets}")
     if not (low < value if above else low <= value) or not (value < high if below else value <= high):
-        brackets = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
-        raise MethodError(f"{name}={value}: must lie in {brackets}")
+        raise MethodError(f"{name}={value}: {what}must lie in {brackets}")

@@ -21,6 +21,12 @@ class RunError(OvertoneError, RuntimeError):
     """A run directory that cannot be used."""
 
 
+class UnfitRunError(RunError):
+    """A run directory that cannot be meant: used already, not a run, not a place to write to."""
+
+    status = 2
+
+
 def fresh(method: str) -> Path:
     """A new name below runs/."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{method}"
@@ -35,14 +41,14 @@ def refuse_used(folder: Path, way_out: str | None = None) -> None:
     """A new run needs a directory that holds none; on each host, where the replicas have disks of their own."""
     if (folder / runlog.NAME).exists():
         way_out = way_out or f"--resume {folder} goes on with it, or choose another --out"
-        raise RunError(f"run {folder}: holds a run already; {way_out}")
+        raise UnfitRunError(f"run {folder}: holds a run already; {way_out}")
     if any(True for _ in present(folder / CHECKPOINTS)):
-        raise RunError(f"run {folder}: holds checkpoints of another run; delete them, or choose another --out")
+        raise UnfitRunError(f"run {folder}: holds checkpoints of another run; delete them, or choose another --out")
 
 
 def refuse_unused(folder: Path, why: str) -> None:
     if not (folder / CONFIG).exists():
-        raise RunError(f"{why} {folder}: no run there (it has no {CONFIG}); give the directory of a run")
+        raise UnfitRunError(f"{why} {folder}: no run there (it has no {CONFIG}); give the directory of a run")
 
 
 def claim(folder: Path) -> IO[str]:
@@ -52,7 +58,7 @@ def claim(folder: Path) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("a+")
     except OSError as error:
-        raise RunError(f"run {folder}: {error.strerror}; choose an --out that can be written") from error
+        raise UnfitRunError(f"run {folder}: {error.strerror}; choose an --out that can be written") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

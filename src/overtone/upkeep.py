@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from overtone.errors import OvertoneError, PeerError
 from overtone.transport import Transport
+from overtone.trouble import in_words
 
 T = TypeVar("T")
 
@@ -36,9 +37,10 @@ class Upkeep:
         """Everybody's work, or nobody's: what one rank cannot do is told to all, and all give up alike."""
         error = None
         try:
-            result = work()
-        except OvertoneError as trouble:
-            error = trouble
+            with in_words():
+                result = work()
+        except OvertoneError as refusal:
+            error = refusal
         heard = self.tell("" if error is None else str(error))
         if error is not None:
             raise error
