@@ -6,6 +6,8 @@ import os
 import sys
 from typing import NoReturn
 
+from overtone.version import __version__
+
 
 def main() -> None:
     """`overtone COMMAND …`: one clear line for what the user can mend, never a traceback; exit status 2 for what was
@@ -15,6 +17,10 @@ def main() -> None:
         import tyro  # noqa: F401
     except ImportError as error:
         sys.exit(f"overtone: the command line needs {error.name}; pip install 'overtone[cli]'")
+
+    if sys.argv[1:] == ["--version"]:
+        print(f"overtone {__version__}")
+        return
 
     from overtone import arguments, commands, trouble
     from overtone.errors import OvertoneError

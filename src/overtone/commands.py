@@ -19,8 +19,9 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from overtone import compare, history, limits, plan, report, rundir, simulation, standings, surroundings, table
+from overtone import compare, history, limits, plan, report, rundir, runlog, simulation, standings, surroundings, table
 from overtone.config import CodecBench, Comparison, ConfigError, MethodChoice, Run, Simulation, TrainBench
+from overtone.errors import shortened
 from overtone.files import write_whole
 from overtone.recipes import demo
 from overtone.tasks import TaskOptions, refuse_missing
@@ -164,8 +165,17 @@ def _compare(asked: Comparison, folder: Path, again: str) -> None:
 @run.register
 def _(command: Report) -> None:
     _check_writable(command.out, "out")
-    runs = [history.load(path) for path in history.find(command.runs)]
+    runs = [_sound(history.load(path)) for path in history.find(command.runs)]
     _tell_standings(runs, command.out, command.title, None)
+
+
+def _sound(run: history.History) -> history.History:
+    """With all that a report needs: the log may be of another program, or made up."""
+    try:
+        report.data(standings.groups([run]), title="")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise runlog.NotALogError(f"{run.path}: the log lacks what a report needs ({shortened(error)})") from error
+    return run
 
 
 def _tell_standings(runs: Sequence[history.History], file: Path, title: str, again: str | None) -> None:
