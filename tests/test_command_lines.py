@@ -68,6 +68,8 @@ def numbers(group: type) -> Iterator[tuple[str, type]]:
     hints = get_type_hints(group)
     for field in dataclasses.fields(group):
         kinds = get_args(hints[field.name]) or (hints[field.name],)
+        if Ellipsis in kinds:
+            continue  # several numbers
         for kind in (int, float):
             if kind in kinds:
                 yield field.name, kind

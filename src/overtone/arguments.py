@@ -19,6 +19,7 @@ from overtone.commands import Bench, Demo, Export, Plan, Report, Train
 from overtone.config import Comparison, ConfigError, Run, Simulation
 from overtone.errors import OvertoneError, OvertoneWarning, one_line, printable
 from overtone.recipes import RECIPES
+from overtone.tasks import refuse_untrusted
 
 DESCRIPTION = "Train one model on many machines joined by thin wires."
 MARKS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
@@ -130,6 +131,8 @@ def _base(arguments: Sequence[str]) -> Run:
             raise ConfigError(f"out={out}: a resumed run stays where it is, in {resume}; leave --out away")
         rundir.refuse_unused(Path(resume), "resume")
         run = replace(settings.load(Path(resume) / rundir.CONFIG, run), out=Path(resume))
+        if _value_of(arguments, "--task") is None and "--trust-task" not in arguments:
+            refuse_untrusted(run.task, Path(resume), "resume")
     if config is not None:
         run = settings.load(Path(config), run)
     return run

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from overtone import compare, history, limits, plan, report, rundir, runlog, simulation, standings, surroundings, table
 from overtone.config import CodecBench, Comparison, ConfigError, MethodChoice, Run, Simulation, TrainBench
-from overtone.errors import shortened
+from overtone.errors import printable, shortened
 from overtone.files import write_whole
 from overtone.recipes import demo
 from overtone.tasks import TaskOptions, refuse_missing
@@ -92,6 +92,8 @@ class Train:
     """A TOML file; its keys are the names of these flags."""
     resume: Path | None = None
     """The directory of a run to go on with, with its configuration; flags may change it, the number of replicas too."""
+    trust_task: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Let the Python file run that the configuration of a resumed run names as its task."""
     dry_run: bool = False
     """Build the model on no device and print what it would cost; train nothing."""
     settings: Run = field(default_factory=Run)
@@ -105,6 +107,10 @@ class Export:
     """The run's directory."""
     folder: tyro.conf.Positional[Path]
     """Where to write; must not exist yet."""
+    task: str | None = None
+    """The run's task, where it is a Python file of your own."""
+    trust_task: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Let the Python file run that the run's configuration names as its task."""
 
 
 @singledispatch
@@ -182,9 +188,9 @@ def _tell_standings(runs: Sequence[history.History], file: Path, title: str, aga
     found = standings.groups(runs)
     page, *others = report.write(file, found, title=title, command=again)
     for group in found:
-        out.print(headline(group.facts), markup=False)
+        out.print(printable(headline(group.facts)), markup=False)
         for note in table.notes(group, found[0]):
-            out.print(note, style="yellow", markup=False)
+            out.print(printable(note), style="yellow", markup=False)
         out.print(table.terminal(group))
     for line in table.legend(found):
         out.print(line, style="dim", markup=False)
@@ -269,7 +275,7 @@ def _refuse_crowd(replicas: int) -> None:
 def _(command: Export) -> None:
     from overtone.export import export
 
-    step, metrics = export(command.run, command.folder)
+    step, metrics = export(command.run, command.folder, task=command.task, trust_task=command.trust_task)
     out.print(f"{command.folder}: the model of {command.run} at step {step}; {metrics_line(metrics)}", markup=False)
 
 

@@ -50,7 +50,7 @@ class Cell:
         if isinstance(self.config, Simulation):
             return ["simulate", *settings.flags(self.config, Simulation())]
         if (self.folder / rundir.CONFIG).exists():
-            return ["train", "--resume", str(self.folder)]
+            return ["train", "--resume", str(self.folder), "--task", self.config.task.task]
         return ["train", *settings.flags(self.config, Run())]
 
     def history(self) -> History | None:

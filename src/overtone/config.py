@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from overtone import limits
+from overtone.codec import TopK
 from overtone.errors import MethodError, OvertoneError
 from overtone.limits import COUNT, Limit, check
 from overtone.methods import Method, method_named
@@ -65,7 +66,7 @@ TRAINING = {
     "accumulate": Limit("backward passes of a step", 1, 10**9),
     "inner_lr": Limit("the peak learning rate of the inner optimiser", 0, 1e6, above=True),
     "warmup": Limit("steps of warm-up", 0, COUNT),
-    "clip": Limit("the largest gradient norm", 0, 1e30, above=True, endless=True),
+    "clip": Limit("the largest gradient norm", 0, 1e12, above=True, endless=True),
     "weight_decay": Limit("the weight decay of the inner optimiser", 0, 1e6),
 }
 
@@ -320,6 +321,7 @@ class CodecBench:
 
     def __post_init__(self) -> None:
         check(self, CODEC_BENCH, ConfigError)
+        TopK(keep=self.keep, bits=self.bits)  # refuses what it cannot work with
 
 
 TRAIN_BENCH = {

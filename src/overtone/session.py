@@ -31,6 +31,9 @@ from overtone.view import View
 PRIVATE = ("out", "device", "threads", "port", "replicas", "task", "model", "data", "tokenizer")
 
 
+TOLD_AGAIN = {"metrics", "sample", "shares", "bytes_sent", "rounds"}  # of how a run ended
+
+
 class Stopped(SystemExit):
     """A signal asked the run to stop, and everything was saved."""
 
@@ -283,6 +286,8 @@ class Session:
     def _told_again(self) -> dict[str, Any]:
         """The run was over already: show how it ended. If it was cut off before it could say so, say so now."""
         closing = self._last("finish")
+        if closing is not None and not closing.keys() >= TOLD_AGAIN:
+            closing = None  # not as this version writes it
         if self.upkeep.tell(closing is not None)[0]:
             if closing is not None:
                 View(Console(stderr=True)).write(closing)

@@ -14,7 +14,7 @@ from overtone.trouble import OWN_TASK
 
 __all__ = [
     "Dealt", "Deck", "Feed", "Image", "Language", "Samples", "Task", "TaskError", "TaskOptions", "Tensors", "load_task",
-    "refuse_missing",
+    "refuse_missing", "refuse_untrusted",
 ]  # fmt: skip
 
 BUILT_IN = {"language": "overtone.tasks.language", "image": "overtone.tasks.image"}
@@ -31,6 +31,15 @@ def load_task(options: TaskOptions, *, to_train: bool = True) -> Task:
     if to_train and not len(found.valid):
         raise TaskError(f"data {options.data}: no validation samples; give some, there is no measuring without")
     return found
+
+
+def refuse_untrusted(options: TaskOptions, run: Path, command: str) -> None:
+    """The configuration of a run may be somebody else's: it does not decide what Python code runs here."""
+    if options.task not in BUILT_IN:
+        raise TaskError(
+            f"{command} {run}: its {options.task} is Python code that would run here; add --trust-task if you trust it, "
+            "or name a task of your own with --task"
+        )
 
 
 def refuse_missing(options: TaskOptions) -> None:
