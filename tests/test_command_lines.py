@@ -180,7 +180,7 @@ ODD = [
     line(f"export RUN {LONG}", "File name too long"),
     line(f"report {LONG}", "File name too long"),
     line(f"report RUN --out {LONG}.html", "File name too long"),
-    line("report RUN --out x.txt", "a page ends in .html"),
+    line("report RUN --out x/y.html", "there is no directory x"),
     line("report nofile", "nofile: no such file or directory"),
     line("report BINARY", "the log has no beginning"),
     line("report DEEPLOG", "the log has no beginning"),

@@ -122,7 +122,8 @@ def _record(line: bytes) -> Record | None:
 def _lines(numbers: Sequence[int]) -> str:
     first = ", ".join(map(str, numbers[:MOST_NAMED]))
     more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
-    return f"line{'s' if len(numbers) > 1 else ''} {first}{more} cannot be read and are left out"
+    several = len(numbers) > 1
+    return f"line{'s' if several else ''} {first}{more} cannot be read and {'are' if several else 'is'} left out"
 
 
 def last(folder: Path, event: str) -> Record | None:

@@ -184,7 +184,7 @@ def _converted(value: Any, hint: Any, what: str) -> Any:
                 raise ConfigError(f'{what} = "": empty; give a path, or leave it out')
             return Path(value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value) if abs(value) < 10**300 else math.copysign(math.inf, value)
+            return float(value) if abs(value) < 10**300 else math.inf if value > 0 else -math.inf
         if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             return value
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}

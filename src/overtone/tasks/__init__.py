@@ -37,7 +37,7 @@ def refuse_untrusted(options: TaskOptions, run: Path, command: str) -> None:
     """The configuration of a run may be somebody else's: it does not decide what Python code runs here."""
     if options.task not in BUILT_IN:
         raise TaskError(
-            f"{command} {run}: its {options.task} is Python code that would run here; add --trust-task if you trust it, "
+            f"{command} {run}: its {options.task} is Python code that would run here; --trust-task lets it, "
             "or name a task of your own with --task"
         )
 
