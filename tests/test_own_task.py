@@ -97,7 +97,7 @@ def test_a_file_that_makes_no_task_is_refused(tmp_path: Path, code: str) -> None
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     for file, why in ((tmp_path / "own.py", "no such file; give a Python file"), (tmp_path, "unknown; there are")):
         done = overtone("simulate", "--task", file, *RUN)
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert why in done.stderr
         assert "Traceback" not in done.stderr
 
