@@ -618,7 +618,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         done = overtone_train("--out", str(tmp_path / "run"), "--port", str(port))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith(f"overtone: port={port}: Address already in use; choose another")
     assert not (tmp_path / "run").exists()
 
