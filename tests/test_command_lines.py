@@ -215,6 +215,7 @@ ODD = [
     line("train --replicas 1", "RANK='-1'", RANK="-1"),
     line("train --replicas 1", "LOCAL_RANK='1e9'", LOCAL_RANK="1e9"),
     line("train --replicas 1", "LOCAL_WORLD_SIZE='x'", LOCAL_WORLD_SIZE="x"),
+    line("bench train --replicas 60000", "replicas=60000: processes to start on this machine"),
     line("bench codec --width 100000000", "width=100000000"),
     line("bench codec --width 65536", "this machine has"),
     line("bench codec --bits 3", "bits=3"),

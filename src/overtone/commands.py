@@ -222,6 +222,7 @@ def _(command: TrainBench) -> None:
 
     surroundings.check()
     if command.replicas > 1 and not launch.is_replica():
+        _refuse_crowd(command.replicas)
         launch.spawn(sys.argv[1:], replicas=command.replicas, threads=command.threads, port=0)
         return
     report = launch.in_world(lambda: bench.run(command))
