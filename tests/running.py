@@ -220,7 +220,8 @@ class Trial:
         return replace(self, **changes)
 
     def start(self, *more: str, resume: bool = False, moment: Moment | None = None, file_limit: int = 0) -> Live:
-        own = ["--resume", str(self.folder)] if resume else [*self.flags, "--out", str(self.folder)]
+        trust = ["--trust-task"] if any(flag.endswith(".py") for flag in self.flags) else []
+        own = ["--resume", str(self.folder), *trust] if resume else [*self.flags, "--out", str(self.folder)]
         env = {**self.env, **(moment.environment(self.folder, self.note) if moment else {})}
         return self.starter.start(
             ["train", *own, "--replicas", str(self.replicas), *more],

@@ -414,6 +414,17 @@ def test_models_that_cannot_be_wrapped() -> None:
         (overtone.decoupled, {"lr": float("nan")}, "lr=nan"),
         (overtone.published, {"decay": float("nan")}, "decay=nan"),
         (overtone.demo, {"keep": 0}, "keep=0"),
+        (overtone.decoupled, {"momentum": "x"}, r"momentum='x': must be a number in \[0, 1\)"),
+        (overtone.decoupled, {"momentum": None}, "momentum=None"),
+        (overtone.decoupled, {"lr": True}, "lr=True: the outer learning rate"),
+        (overtone.decoupled, {"carry": [1]}, r"carry=\[1\]"),
+        (overtone.decoupled, {"every": True}, "every=True"),
+        (overtone.decoupled, {"every": 10**30}, "every=1000"),
+        (overtone.decoupled, {"drain": 10**9}, "drain=1000000000"),
+        (overtone.decoupled, {"drain": True}, "drain=True"),
+        (overtone.decoupled, {"transform": ["dct"]}, "transform="),
+        (overtone.published, {"lr": "x"}, "lr='x'"),
+        (overtone.demo, {"decay": None}, "decay=None"),
     ],
 )
 def test_numbers_are_validated_on_construction(row: object, numbers: dict[str, object], told: str) -> None:

@@ -145,7 +145,7 @@ def test_other_numbers_are_not_mixed_in(
 ) -> None:
     before = logs(made[0])
     code, _, stderr = run(made[0], text, *flags, steps=steps)
-    assert code == 1
+    assert code == 2
     assert told in " ".join(stderr.split())
     assert "Traceback" not in stderr
     assert logs(made[0]) == before
@@ -180,7 +180,7 @@ def test_real_replicas_save_before_they_stop_and_go_on(text: Path, tmp_path: Pat
 
 
 def test_a_run_that_diverges_is_marked_and_the_others_go_on(text: Path, tmp_path: Path) -> None:
-    out, methods = tmp_path / "out", ["alone", "diloco", "decoupled:inner=sgd,inner_lr=1e30,clip=inf"]
+    out, methods = tmp_path / "out", ["alone", "diloco", "decoupled:inner=sgd,inner_lr=1e6,clip=inf"]
     code, stdout, stderr = run(out, text, methods=methods)
     assert code == 0, stderr
     assert "stopped at step" in stdout
@@ -191,12 +191,20 @@ def test_a_run_that_diverges_is_marked_and_the_others_go_on(text: Path, tmp_path
 
 
 def test_a_run_that_cannot_start_is_named(tmp_path: Path) -> None:
-    code, _, stderr = run(tmp_path / "out", tmp_path / "missing.txt", methods=["alone", "decoupled"])
+    (tmp_path / "short.txt").write_text("a few words")
+    code, _, stderr = run(tmp_path / "out", tmp_path / "short.txt", methods=["alone", "decoupled"])
     assert code == 1
     told = " ".join(stderr.split())
-    assert "2 of 2 runs failed, first alone-seed0: data" in told
-    assert "missing.txt: no such file" in told
-    assert "no such file" in (tmp_path / "out" / compare.CELLS / "alone-seed0" / "stderr.txt").read_text()
+    assert "2 of 2 runs failed, first alone-seed0: data short.txt: 9 training tokens" in told
+    assert "9 training tokens" in (tmp_path / "out" / compare.CELLS / "alone-seed0" / "stderr.txt").read_text()
+
+
+def test_data_that_is_not_there_is_told_once_before_any_run(tmp_path: Path) -> None:
+    code, _, stderr = run(tmp_path / "out", tmp_path / "missing.txt", methods=["alone", "decoupled"])
+    assert code == 2
+    assert "missing.txt: no such file" in stderr
+    assert len(stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_real_processes_end_where_virtual_replicas_do(made: tuple[Path, str], text: Path, tmp_path: Path) -> None:

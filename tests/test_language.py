@@ -18,9 +18,10 @@ import tokenizers
 import torch
 import transformers
 
+from overtone.errors import visible
 from overtone.tasks import Language, TaskError, TaskOptions, alphabet, load_task, stream
 from overtone.tasks.byte_transformer import ByteTransformer, ModelSize
-from overtone.tasks.language import LanguageTask, visible
+from overtone.tasks.language import LanguageTask
 from overtone.tasks.transformers_presets import PRESETS, nearest_first
 
 datasets.disable_progress_bars()
@@ -658,7 +659,7 @@ def test_a_sample_of_a_model_that_diverged(poem: Path) -> None:
 
 
 def test_control_characters_are_spelt_out() -> None:
-    assert visible("a\n\t\x1b[0m é\u202e") == "a\n\\t\\x1b[0m é\\u202e"
+    assert visible("a\n\t\x1b[0m é\u202e") == "a\n\t\\x1b[0m é\\u202e"
 
 
 @pytest.mark.parametrize("name", ["gpt-neox-1m", "llama-1m", "gpt2-1m"])

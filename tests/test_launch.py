@@ -54,7 +54,7 @@ def test_the_cause_is_told_and_not_what_follows_from_it(
     tmp_path: Path,
 ) -> None:
     started = [replica(tmp_path, rank, *fields[:3], **fields[3]) for rank, fields in enumerate((first, second))]
-    assert cause(started).startswith(told)
+    assert str(cause(started)).startswith(told)
 
 
 def test_asked_to_stop_is_no_failure(tmp_path: Path) -> None:

@@ -26,6 +26,38 @@ def overtone(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
+def test_a_run_directory_does_not_decide_what_code_runs(tmp_path: Path) -> None:
+    """Somebody else's run names a Python file: it runs if that is asked for, or named by the user."""
+    code = tmp_path / "theirs.py"
+    code.write_text(f"{EXAMPLE.read_text()}\nfrom pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    run, few = tmp_path / "run", ["--replicas", "1", "--every", "2", "--steps"]
+    done = overtone("train", "--task", code, *few, "4", "--out", run)
+    assert done.returncode == 0, done.stderr
+    ran = tmp_path / "ran"
+    for command in (
+        ["train", "--resume", run],
+        ["train", "--resume", run, "--dry-run"],
+        ["export", run, tmp_path / "m"],
+    ):
+        ran.unlink(missing_ok=True)
+        done = overtone(*command)
+        assert done.returncode == 2
+        assert str(code) in done.stderr
+        assert "--trust-task" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert not ran.exists()
+    for command in (
+        ["train", "--resume", run, "--steps", "6", "--trust-task"],
+        ["train", "--resume", run, "--steps", "8", "--task", code],
+        ["export", run, tmp_path / "trusted", "--trust-task"],
+        ["export", run, tmp_path / "named", "--task", code],
+    ):
+        ran.unlink(missing_ok=True)
+        done = overtone(*command)
+        assert done.returncode == 0, done.stderr
+        assert ran.exists()
+
+
 def test_the_example_has_forty_lines_and_says_how_to_run_it() -> None:
     lines = EXAMPLE.read_text().splitlines()
     assert len(lines) <= 40
@@ -65,7 +97,7 @@ def test_a_file_that_makes_no_task_is_refused(tmp_path: Path, code: str) -> None
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     for file, why in ((tmp_path / "own.py", "no such file; give a Python file"), (tmp_path, "unknown; there are")):
         done = overtone("simulate", "--task", file, *RUN)
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert why in done.stderr
         assert "Traceback" not in done.stderr
 

@@ -794,13 +794,13 @@ def test_a_directory_belongs_to_one_run_at_a_time(trial: Trial, unbroken: Trial)
     hold = Moment("overtone.tasks.language:LanguageTask.loss", count=5, until=("go",), does="nothing")
     with running(trial.start(moment=hold)) as live:
         wait_until(lambda: (trial.folder / file(3, 0)).exists(), "the first checkpoint")
-        for contender, resume, told in (
-            (trial, True, f"run {trial.folder}: in use by a live run (process "),
-            (trial.on(replicas=1), True, f"run {trial.folder}: in use by a live run (process "),
-            (trial, False, f"run {trial.folder}: holds a run already; --resume {trial.folder} goes on with it"),
+        for contender, resume, status, told in (
+            (trial, True, 1, f"run {trial.folder}: in use by a live run (process "),
+            (trial.on(replicas=1), True, 1, f"run {trial.folder}: in use by a live run (process "),
+            (trial, False, 2, f"run {trial.folder}: holds a run already; --resume {trial.folder} goes on with it"),
         ):
             ended = contender.go(resume=resume)
-            assert ended.status == 1, ended
+            assert ended.status == status, ended
             assert told in one_line(ended.said)
         (trial.folder / "go").touch()
         ended = live.end()
@@ -826,13 +826,13 @@ def test_no_run_to_resume_and_a_run_not_to_overwrite(cut: Trial, tmp_path: Path)
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "none"):
         ended = cut.on(folder=folder).go(resume=True)
-        assert ended.status == 1
+        assert ended.status == 2
         assert f"resume {folder}: no run there" in one_line(ended.said)
     assert not (tmp_path / "none").exists()
     assert not list((tmp_path / "empty").iterdir())
     files = cut.bytes_of_files()
     ended = cut.go()
-    assert ended.status == 1
+    assert ended.status == 2
     assert f"run {cut.folder}: holds a run already" in one_line(ended.said)
     assert cut.bytes_of_files() == files
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from overtone import commands, settings
 from overtone.arguments import parse
@@ -30,6 +32,20 @@ def test_a_file_says_all_there_is(config: Run, tmp_path: Path) -> None:
     assert settings.load(file, Run()) == config
 
 
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1))
+@example("\x7f")
+@example("a\x1b[31m\r\n\t\x85\u2028\"\\'")
+def test_what_is_written_can_be_read_back(name: str) -> None:
+    """Whatever signs a path has: a run whose configuration cannot be read can be neither resumed nor exported."""
+    config = Run(task=TaskOptions(data=name, model=name), out=Path(name))
+    assert settings.updated(Run(), settings.parsed(settings.toml(config), "test"), "test") == config
+
+
+def test_a_name_that_is_no_text_is_refused_before_it_is_written() -> None:
+    with pytest.raises(ConfigError, match=r"data=a\\udcff: not UTF-8"):
+        settings.toml(Run(task=TaskOptions(data="a\udcff")))
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -42,8 +58,8 @@ def test_a_file_says_all_there_is(config: Run, tmp_path: Path) -> None:
         ("compile = 1", "compile = 1: must be true or false"),
         ('inner = "adam"', 'inner = "adam": must be adamw, muon, sgd'),
         ("out = 3", "out = 3: must be a path"),
-        ("steps = 0", "steps=0: at least 1"),
-        ("skew = 2", "skew=2.0: from 0"),
+        ("steps = 0", "steps=0: local steps of every replica, from 1"),
+        ("skew = 2", "skew=2.0: the share of the samples"),
         ("steps = ", "not TOML"),
     ],
 )

@@ -68,6 +68,25 @@ def one_group(*runs: history.History) -> standings.Group:
     return group
 
 
+def test_words_of_a_foreign_log_do_no_harm(tell: Tell) -> None:
+    """HTML, formulas and escape sequences in a log reach neither who reads the Markdown, nor a spreadsheet, nor a
+    terminal; numbers stay numbers."""
+    evil = "=cmd()<script>alert(1)</script>\x1b]0;x\x07"
+    run = tell("decoupled", -2.0, data={"name": evil, "fingerprint": "f00"}, unit="@SUM(A1)")
+    run.records[-1]["metrics"]["+evil"] = -1.5
+    groups = standings.groups([run])
+    assert "<script>" not in table.markdown(groups)
+    assert "&lt;script&gt;" in table.markdown(groups)
+    (row,) = csv.DictReader(io.StringIO(table.as_csv(groups)))
+    assert float(row["loss"]) == -2.0
+    assert float(row["'+evil"]) == -1.5
+    assert not any(cell.startswith(("=", "+", "@")) for cell in (*row, *row.values()))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table.terminal(groups[0]))
+    written = [table.as_csv(groups), table.markdown(groups), console.file.getvalue()]  # type: ignore[attr-defined]
+    assert not any("\x1b" in text for text in written)
+
+
 def test_gain_and_ratios(tell: Tell) -> None:
     group = one_group(tell("alone", 3.0, 0), tell("ddp", 1.9, 10_000), tell("diloco", 2.0), tell("decoupled", 2.1, 50))
     versus = {row.label: group.versus(row) for row in group.rows}
@@ -260,7 +279,10 @@ def test_several_sizes_make_a_scaling_chart(tell: Tell) -> None:
         (lambda _: None, "holds no run"),
         (lambda folder: (folder / "run.jsonl").write_text(""), "no beginning"),
         (lambda folder: (folder / "run.jsonl").write_text('{"event": "start", "step": 0}\n'), "make the run again"),
-        (lambda folder: (folder / "run.jsonl").write_text('{"a": 1}\n{"event": "x", "step": 1}\n'), "line 1"),
+        (
+            lambda folder: (folder / "run.jsonl").write_text('{"a": 1}\n{"event": "x", "step": 1}\n'),
+            "the log has no beginning",
+        ),
     ],
 )
 def test_what_is_no_run(make: Callable[[Path], None], told: str, tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ from torch import nn
 
 import overtone
 import worlds
-from overtone import optimisers, runlog, settings, track
+from overtone import checkpoint, history, marks, nest, optimisers, runlog, settings, track
 from overtone.config import MethodChoice, Run, Saving, Simulation, Training
 from overtone.errors import OvertoneError
 from overtone.export import export
@@ -262,11 +266,134 @@ def test_a_log_that_was_cut_reads_as_if_it_had_not_been(tmp_path: Path) -> None:
     assert [(r["event"], r["step"]) for r in runlog.read(file)] == [
         ("start", 0), ("train", 1), ("resume", 1), ("train", 2),
     ]  # fmt: skip
-    file.write_text(line("start", 0) + "nonsense\n" + line("train", 1))
-    with pytest.raises(runlog.RunLogError, match="line 2: not a record"):
-        runlog.read(tmp_path)
     with pytest.raises(runlog.RunLogError, match="give the directory of a run"):
         runlog.read(tmp_path / "nowhere")
+
+
+DAMAGE = {
+    "a cut line": (b'{"event": "tr', True),
+    "another program's": (b'{"event": 3, "step": "x"}', True),
+    "NULs": (b"\0" * 50, True),
+    "not UTF-8": (b'{"event": "train", "step": 1, "x": "\xff\xfe"}', True),
+    "a deep nest": (b"[" * 200_000, True),
+    "a byte order mark": (b'\xef\xbb\xbf{"event": "odd", "step": 1}', False),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("where", [1, 3])
+def test_a_damaged_log_locks_nobody_out(where: int, damage: str, small: Run) -> None:
+    """The checkpoints are good: the run goes on to the very same end, with a warning that names file and line."""
+    run(replace(small, training=replace(small.training, steps=10, warmup=2)))
+    assert small.out is not None
+    log = small.out / runlog.NAME
+    lines = log.read_bytes().splitlines()
+    text, is_told = DAMAGE[damage]
+    log.write_bytes(b"\n".join([*lines[:where], text, *lines[where:]]) + b"\n")
+    told = rf"run\.jsonl: line {where + 1} cannot"
+    for work in (lambda: run(small, resume=True), lambda: history.load(small.out).finish["metrics"]):
+        with pytest.warns(runlog.DamagedLogWarning, match=told) if is_told else nullcontext():
+            assert work()
+
+
+FORGED: dict[str, Any] = {
+    "fixed": [3, "x", None, {"inner": "sgd"}, []],
+    "feed": [3, "x", None, {}, [1], {"epoch": 0, "taken": 4, "cuts": 3, "replicas": 1}],
+    "feed.replicas": [0, -1, 10**9, 10**30, "x", True, None],
+    "feed.taken": [-3, 10**9, 10**30, 0.5, "x", None],
+    "feed.epoch": [-1, 10**30, "x"],
+    "feed.cuts": [10**9, [[10**9, 0]], [[0, 0]], [[1, -1]], [[1]], [["x", "y"]], [[1, 0]] * 100_000],
+    "random": [3, None, {}, {"torch": 3}, "x"],
+    "random.torch": [3, None, "x"],
+    "random.python": [3, [1, 2], "x"],
+    "random.numpy": [3, ["x", 3, 4], "x"],
+    "accounts": [3, None, {}, {"units": "x", "seconds": 0.0}, {"units": -1, "seconds": 0.0}],
+    "finished": [3, "x", {"rounds": "x"}, [1]],
+    "model": [3, None, {}, "x"],
+    "model.embed.weight": [3, None, "x"],
+    "inner": [3, None, {}, "x", {"state": 3, "param_groups": 4}],
+    "replica": [3, None, {}, "x"],
+    "replica.ledger": [3, None, "x", {"rounds": 3}, {"rounds": ["x"] * 4}, {"other": [1, 2, 3, 4]}],
+    "replica.counts": [3, None, {}, {"steps": -3, "rounds": 0, "steps_at_round": 0}],
+    "replica.state": [3, None, {}],
+    "replica.about": [3, None, "x"],
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(text: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with a checkpoint at its end, to be forged."""
+    config = Run(
+        choice=MethodChoice(every=4),
+        replicas=1,
+        out=tmp_path_factory.mktemp("forged") / "run",
+        task=replace(TASKS["language"], data=text),
+        training=Training(steps=5, batch=4),
+        saving=Saving(keep_checkpoints=1),
+    )
+    run(config)
+    return config
+
+
+@pytest.mark.parametrize("part", FORGED)
+def test_a_forged_checkpoint_is_refused_in_one_line(part: str, stopped: Run) -> None:
+    """Its stamp is right, and what it says is of a wrong kind, or would take for ever."""
+    assert stopped.out is not None
+    (path,) = (stopped.out / "checkpoints").rglob("*.safetensors")
+    genuine = path.read_bytes()
+    for value in FORGED[part]:
+        tree = checkpoint.read(path)
+        here, name = tree, part
+        while name not in here:
+            first, _, name = name.partition(".")
+            here = here[first]
+        here[name] = value
+        tensors: dict[str, torch.Tensor] = {}
+        plain = nest.apart(tree, tensors)
+        checkpoint.write(path, plain, tensors)
+        begun = time.monotonic()
+        try:
+            with pytest.raises(OvertoneError) as caught:
+                run(replace(stopped, training=replace(stopped.training, steps=6)), resume=True)
+        finally:
+            path.write_bytes(genuine)
+        assert "\n" not in str(caught.value), (part, value)
+        assert len(str(caught.value)) < 1000
+        assert time.monotonic() - begun < 5, (part, value)
+
+
+def test_a_name_that_claims_a_billion_replicas_takes_no_time(tmp_path: Path) -> None:
+    place = tmp_path / "step-00000003"
+    place.mkdir()
+    for name in ("replica-0-of-1000000000", "replica-0-of-0", "replica-7-of-1"):
+        (place / f"{name}.safetensors").touch()
+    assert marks.complete(tmp_path) == []
+
+
+def test_tensorboard_s_place_may_be_taken(small: Run) -> None:
+    assert small.out is not None
+    small.out.mkdir()
+    (small.out / "tensorboard").touch()
+    with pytest.raises(OvertoneError, match="tensorboard: File exists; move it away"):
+        run(small)
+
+
+def test_tensorboard_s_thread_says_nothing_besides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its thread could not write is told by the next call, once, and not in a traceback before it."""
+    heard: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", heard.append)
+    board = track.TensorBoard(tmp_path, 0)
+
+    def full(data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = board.writer._get_file_writer().event_writer._async_writer  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(writer._writer, "write", full)
+    board.write({"event": "train", "step": 1, "loss": 1.0})
+    writer._worker.join(10)
+    with pytest.raises(OSError, match="No space left"):
+        board.write({"event": "train", "step": 2, "loss": 1.0})
+    assert not heard
 
 
 def test_tensorboard_has_what_the_log_has(small: Run) -> None:
@@ -371,12 +498,14 @@ def test_export_in_the_middle_of_a_run_is_of_the_anchor(small: Run, tmp_path: Pa
     assert metrics["loss"] == pytest.approx(events(small, "eval")[-1]["metrics"]["loss"], rel=1e-6)
 
 
-def test_there_is_nothing_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_nothing_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from overtone import cli
 
     monkeypatch.setattr(sys, "argv", ["overtone", "train", "--resume", "nowhere"])
-    with pytest.raises(SystemExit, match="resume nowhere: no run there"):
+    with pytest.raises(SystemExit) as stop:
         cli.main()
+    assert stop.value.code == 2
+    assert "resume nowhere: no run there" in capsys.readouterr().err
 
 
 def test_flags_of_a_resumed_run_count(small: Run) -> None:
@@ -451,7 +580,11 @@ def test_replicas_that_differ_are_refused_on_every_rank(
     ],
 )
 def test_mistakes_get_one_line(
-    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from overtone import cli
 
@@ -460,8 +593,10 @@ def test_mistakes_get_one_line(
     )
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert told in str(stop.value.code)
-    assert "\n" not in str(stop.value.code)
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert said.count("\n") == 1
     assert not (tmp_path / "run" / runlog.NAME).exists()
 
 

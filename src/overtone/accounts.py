@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,4 +70,7 @@ class Accounts:
         return {"units": self.units, "seconds": self.passed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.units, self.earlier = state["units"], state["seconds"]
+        units, seconds = state["units"], state["seconds"]
+        if not (type(units) is int and units >= 0 and 0.0 <= seconds < math.inf):
+            raise ValueError(f"units {units!r}, seconds {seconds!r}")
+        self.units, self.earlier = units, seconds

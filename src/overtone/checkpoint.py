@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from overtone import fingerprint, nest
-from overtone.errors import StateError
+from overtone.errors import OvertoneError, StateError, shortened
 from overtone.marks import CheckpointError
 from overtone.replica import Replica
 
@@ -42,7 +43,7 @@ class File:
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: no such file; the checkpoint is not complete") from error
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise self._damaged(str(error)) from error
+            raise damaged(path, str(error)) from error
         if header is None:
             raise CheckpointError(f"{path}: not a checkpoint of overtone")
         try:
@@ -51,9 +52,9 @@ class File:
                 raise CheckpointError(f"{path}: format {said['format']}; this version of overtone reads {FORMAT}")
             self.tree = said["tree"]
             if said["fingerprint"] != stamp(self.tree, self.names, self.tensor):
-                raise self._damaged("it does not hold what was written")
+                raise damaged(path, "it does not hold what was written")
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise self._damaged(f"its header cannot be read: {error!r}") from error
+            raise damaged(path, f"its header cannot be read: {shortened(error)}") from error
 
     def tensor(self, name: str) -> Tensor:
         found: Tensor = self._file.get_tensor(name)
@@ -61,14 +62,26 @@ class File:
 
     def together(self, tensor: Callable[[str], Tensor] | None = None) -> Any:
         """The whole tree; ``tensor`` says where to take tensors from, if not from here."""
-        try:
-            return nest.together(self.tree, {name: (tensor or self.tensor)(name) for name in self.names})
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise self._damaged(f"its header cannot be read: {error!r}") from error
+        with reading(self.path, "header"):
+            tree = nest.together(self.tree, {name: (tensor or self.tensor)(name) for name in self.names})
+            if not isinstance(tree, dict):
+                raise TypeError(f"a {type(tree).__name__} where a tree belongs")
+            return tree
 
-    def _damaged(self, why: str) -> CheckpointError:
-        place = self.path.parent
-        return CheckpointError(f"{self.path}: damaged ({why}). Delete {place} to go on from the checkpoint before it")
+
+def damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path}: damaged ({why}). Delete {path.parent} to go on from the checkpoint before it")
+
+
+@contextmanager
+def reading(path: Path, part: str) -> Iterator[None]:
+    """A right stamp does not make a file sound: what it says of a part may be of any kind."""
+    try:
+        yield
+    except OvertoneError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise damaged(path, f"its {part} cannot be read: {shortened(error)}") from error
 
 
 def read(path: Path) -> Any:
@@ -124,14 +137,18 @@ def tree_of(replica: Replica) -> dict[str, Any]:
 def restore(replica: Replica, tree: Mapping[str, Any]) -> None:
     """The exchange state first: it refuses a state of another model or method before anything is touched."""
     replica.load_state_dict(tree["replica"])
-    for name, tensor in {**replica.parameters.all, **replica.buffers.named()}.items():
+    mine = {**replica.parameters.all, **replica.buffers.named()}
+    for name, tensor in mine.items():
+        if tree["model"][name].shape != tensor.shape:
+            raise StateError(f"model: {name} is {tuple(tree['model'][name].shape)} in the saved state")
+    for name, tensor in mine.items():
         tensor.copy_(tree["model"][name])
     # The optimiser brings its own numbers along; what this run was told counts.
     numbers = [{key: value for key, value in g.items() if key != "params"} for g in replica.inner.param_groups]
     try:
         replica.inner.load_state_dict(tree["inner"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise StateError(f"the inner optimiser's saved state does not fit this one ({error!r})") from error
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise StateError(f"the inner optimiser's saved state does not fit this one ({shortened(error)})") from error
     for group, own in zip(replica.inner.param_groups, numbers, strict=True):
         group.update(own)
 

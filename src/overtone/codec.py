@@ -128,7 +128,7 @@ class TopK:
             raise MethodError(f"keep={self.keep}: coefficients kept of each {FULL_CHUNK}; use 1 to {FULL_CHUNK}")
         if self.bits not in BITS:
             raise MethodError(f"bits={self.bits}: a value travels in {', '.join(map(str, BITS))} bits")
-        if self.transform not in dct.TRANSFORMS:
+        if not isinstance(self.transform, str) or self.transform not in dct.TRANSFORMS:
             raise MethodError(f"transform={self.transform!r}: choose one of {', '.join(dct.TRANSFORMS)}")
         if self.plain_below < 0:
             raise MethodError(f"plain_below={self.plain_below}: a number of values, 0 or more")

@@ -19,11 +19,13 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from overtone import compare, history, plan, report, rundir, simulation, standings, table
-from overtone.config import CodecBench, Comparison, ConfigError, MethodChoice, Run, Simulation, TrainBench, at_least_one
+from overtone import compare, history, limits, plan, report, rundir, runlog, simulation, standings, table
+from overtone.config import CodecBench, Comparison, ConfigError, MethodChoice, Run, Simulation, TrainBench
+from overtone.errors import printable, shortened
 from overtone.files import write_whole
+from overtone.joining import check_environment
 from overtone.recipes import demo
-from overtone.tasks import TaskOptions
+from overtone.tasks import TaskOptions, refuse_missing
 from overtone.watching import LiveTable
 from overtone.words import headline, metrics_line, summary
 
@@ -41,6 +43,9 @@ class Demo:
     """Methods at a time, each in a process of one thread; by default one for each core."""
     out: Path | None = None
     """Where the runs and the page go; by default a new directory below runs/."""
+
+    def __post_init__(self) -> None:
+        limits.check(self, {"steps": limits.STEPS, "workers": limits.WORKERS}, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Plan:
     """Replicas that exchange (papers: K)."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "replicas")
+        limits.check(self, {"replicas": limits.REPLICAS}, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class Train:
     """A TOML file; its keys are the names of these flags."""
     resume: Path | None = None
     """The directory of a run to go on with, with its configuration; flags may change it, the number of replicas too."""
+    trust_task: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Let the Python file run that the configuration of a resumed run names as its task."""
     dry_run: bool = False
     """Build the model on no device and print what it would cost; train nothing."""
     settings: Run = field(default_factory=Run)
@@ -101,6 +108,10 @@ class Export:
     """The run's directory."""
     folder: tyro.conf.Positional[Path]
     """Where to write; must not exist yet."""
+    task: str | None = None
+    """The run's task, where it is a Python file of your own."""
+    trust_task: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Let the Python file run that the run's configuration names as its task."""
 
 
 @singledispatch
@@ -155,23 +166,32 @@ def _compare(asked: Comparison, folder: Path, again: str) -> None:
     failed = {folder.name: state.words for folder, state in states.items() if state.state == "failed"}
     if failed:
         name, words = next(iter(failed.items()))
-        raise ConfigError(f"{len(failed)} of {len(cells)} runs failed, first {name}: {words}")
+        raise rundir.RunError(f"{len(failed)} of {len(cells)} runs failed, first {name}: {words}")
 
 
 @run.register
 def _(command: Report) -> None:
     _check_writable(command.out, "out")
-    runs = [history.load(path) for path in history.find(command.runs)]
+    runs = [_sound(history.load(path)) for path in history.find(command.runs)]
     _tell_standings(runs, command.out, command.title, None)
+
+
+def _sound(run: history.History) -> history.History:
+    """With all that a report needs: the log may be of another program, or made up."""
+    try:
+        report.data(standings.groups([run]), title="")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise runlog.NotALogError(f"{run.path}: the log lacks what a report needs ({shortened(error)})") from error
+    return run
 
 
 def _tell_standings(runs: Sequence[history.History], file: Path, title: str, again: str | None) -> None:
     found = standings.groups(runs)
     page, *others = report.write(file, found, title=title, command=again)
     for group in found:
-        out.print(headline(group.facts), markup=False)
+        out.print(printable(headline(group.facts)), markup=False)
         for note in table.notes(group, found[0]):
-            out.print(note, style="yellow", markup=False)
+            out.print(printable(note), style="yellow", markup=False)
         out.print(table.terminal(group))
     for line in table.legend(found):
         out.print(line, style="dim", markup=False)
@@ -201,7 +221,9 @@ def _(command: TrainBench) -> None:
     torch.set_num_threads(command.threads)
     from overtone import launch
 
+    check_environment()
     if command.replicas > 1 and not launch.is_replica():
+        _refuse_crowd(command.replicas)
         launch.spawn(sys.argv[1:], replicas=command.replicas, threads=command.threads)
         return
     report = launch.in_world(lambda: bench.run(command))
@@ -235,14 +257,27 @@ def _(command: Train) -> None:
         return
     from overtone import launch
 
+    check_environment()
+    if not launch.is_replica():  # a host of many may lack what others have: the replicas tell each other
+        refuse_missing(command.settings.task)
+        _refuse_crowd(command.settings.replicas)
     launch.train(command.settings, resume=command.resume is not None)
+
+
+def _refuse_crowd(replicas: int) -> None:
+    """Each replica is a process of some hundred megabytes."""
+    most = max(64, 16 * (os.cpu_count() or 1))
+    if replicas > most:
+        raise ConfigError(
+            f"replicas={replicas}: processes to start on this machine, at most {most}; simulate takes more"
+        )
 
 
 @run.register
 def _(command: Export) -> None:
     from overtone.export import export
 
-    step, metrics = export(command.run, command.folder)
+    step, metrics = export(command.run, command.folder, task=command.task, trust_task=command.trust_task)
     out.print(f"{command.folder}: the model of {command.run} at step {step}; {metrics_line(metrics)}", markup=False)
 
 

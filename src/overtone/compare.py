@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from overtone import history, rundir, settings, upkeep
 from overtone.config import Comparison, ConfigError, MethodChoice, Network, Run, Saving, Simulation
 from overtone.history import History
 from overtone.methods import METHODS, takes
+from overtone.tasks import refuse_missing
 
 CELLS = "runs"  # below the comparison's own directory
 POLL = 0.5  # seconds
@@ -50,7 +50,7 @@ class Cell:
         if isinstance(self.config, Simulation):
             return ["simulate", *settings.flags(self.config, Simulation())]
         if (self.folder / rundir.CONFIG).exists():
-            return ["train", "--resume", str(self.folder)]
+            return ["train", "--resume", str(self.folder), "--task", self.config.task.task]
         return ["train", *settings.flags(self.config, Run())]
 
     def history(self) -> History | None:
@@ -66,6 +66,7 @@ def cells(asked: Comparison, folder: Path) -> list[Cell]:
     entries: dict[str, str] = {}  # by what they mean
     for entry in asked.methods:
         config = configured(asked, entry, 0, folder)
+        refuse_missing(config.task)  # once, and not by every run
         meaning = str([config.choice.build().numbers(), settings.flat(replace(config, choice=MethodChoice()))])
         if meaning in entries:
             raise ConfigError(f"methods {entry}: the same run as {entries[meaning]}; each once is enough")
@@ -106,8 +107,8 @@ def _number(entry: str, part: str) -> tuple[str, Any]:
     if not equals or key.strip() in ("seed", "out", "json", "method"):
         raise ConfigError(f"methods {entry}: {part}: a method's numbers are key=value, such as keep=128")
     try:
-        return key.strip(), tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+        return key.strip(), settings.parsed(f"x = {text}", f"methods {entry}")["x"]
+    except ConfigError:
         return key.strip(), text  # a word
 
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from overtone.errors import OvertoneError
+from overtone import limits
+from overtone.codec import TopK
+from overtone.errors import MethodError, OvertoneError
+from overtone.limits import COUNT, Limit, check
 from overtone.methods import Method, method_named
 from overtone.tasks.options import Language, TaskOptions
 from overtone.watchdog import LONGEST
@@ -15,12 +18,7 @@ from overtone.watchdog import LONGEST
 class ConfigError(OvertoneError, ValueError):
     """A number of the run that cannot be used."""
 
-
-def at_least_one(settings: object, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}: at least 1")
+    status = 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,22 @@ class MethodChoice:
             for name, value in vars(self).items()
             if name != "method" and value is not None
         }
-        return method_named(self.method, **numbers)
+        try:
+            return method_named(self.method, **numbers)
+        except MethodError as error:
+            told = str(error)  # by the name of the flag
+            raise MethodError(f"outer_{told}" if told.startswith("lr=") else told) from None
+
+
+TRAINING = {
+    "steps": limits.STEPS,
+    "batch": limits.BATCH,
+    "accumulate": Limit("backward passes of a step", 1, 10**9),
+    "inner_lr": Limit("the peak learning rate of the inner optimiser", 0, 1e6, above=True),
+    "warmup": Limit("steps of warm-up", 0, COUNT),
+    "clip": Limit("the largest gradient norm", 0, 1e12, above=True, endless=True),
+    "weight_decay": Limit("the weight decay of the inner optimiser", 0, 1e6),
+}
 
 
 @dataclass(frozen=True)
@@ -89,13 +102,7 @@ class Training:
     """Gradient checkpointing: less memory for more time, where the model supports it."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "batch", "accumulate")
-        for name in ("inner_lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: above 0")
-        for name in ("warmup", "weight_decay"):
-            if (getattr(self, name) or 0) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: 0 or more")
+        check(self, TRAINING, ConfigError)
 
     @property
     def samples(self) -> int:
@@ -105,6 +112,13 @@ class Training:
     def resolved(self) -> Training:
         """With everything said that was left to a default."""
         return self if self.warmup is not None else replace(self, warmup=self.steps // 5)
+
+
+NETWORK = {
+    "bandwidth": Limit("Mbit/s of every replica", 0, 1e12, above=True),
+    "latency": Limit("milliseconds from replica to replica", 0, 1e12),
+    "step_seconds": Limit("virtual seconds of a local step", 0, 1e12),
+}
 
 
 @dataclass(frozen=True)
@@ -119,8 +133,7 @@ class Network:
     """Virtual seconds that a local step takes."""
 
     def __post_init__(self) -> None:
-        if not self.step_seconds >= 0:
-            raise ConfigError(f"step_seconds={self.step_seconds}: 0 or more")
+        check(self, NETWORK, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -145,13 +158,19 @@ class Simulation:
     network: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
-        _check_seed(self.seed)
-        at_least_one(self, "eval_every", "log_every")
+        check(self, {"replicas": limits.REPLICAS, "seed": limits.SEED, **limits.WRITING}, ConfigError)
 
     def resolved(self) -> Simulation:
         """With everything said that was left to a default."""
         tenth = _tenth(self.training.steps, self.choice.build().every)
         return replace(self, training=self.training.resolved(), eval_every=self.eval_every or tenth)
+
+
+COMPARISON = {
+    "every": Limit("local steps between rounds", 1, COUNT),
+    "replicas": limits.REPLICAS,
+    "workers": limits.WORKERS,
+}
 
 
 @dataclass(frozen=True)
@@ -186,7 +205,7 @@ class Comparison:
     network: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
-        at_least_one(self, "every", "replicas", "workers", "eval_every", "log_every")
+        check(self, {**COMPARISON, **limits.WRITING}, ConfigError)
         for name in ("methods", "seeds"):
             given = getattr(self, name)
             if not given:
@@ -194,7 +213,15 @@ class Comparison:
             if len(set(given)) < len(given):
                 raise ConfigError(f"{name} {' '.join(map(str, given))}: one of them is given twice")
         for seed in self.seeds:
-            _check_seed(seed)
+            if not limits.SEED.takes(seed):
+                raise ConfigError(f"seeds {limits.shown(seed)}: {limits.SEED}")
+
+
+SAVING = {
+    **limits.WRITING,
+    "checkpoint_every": Limit("steps between checkpoints", 1, COUNT),
+    "keep_checkpoints": Limit("complete checkpoints to keep", 1, COUNT),
+}
 
 
 @dataclass(frozen=True)
@@ -213,10 +240,18 @@ class Saving:
     """Send the metrics there too; the run log and TensorBoard have them always."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "eval_every", "log_every", "checkpoint_every", "keep_checkpoints")
+        check(self, SAVING, ConfigError)
 
     def resolved(self, tenth: int) -> Saving:
         return replace(self, eval_every=self.eval_every or tenth, checkpoint_every=self.checkpoint_every or tenth)
+
+
+RUN = {
+    "replicas": limits.REPLICAS,
+    "seed": limits.SEED,
+    "threads": limits.THREADS,
+    "timeout": Limit("seconds to wait for a replica that does not answer", 0, LONGEST, above=True),
+}
 
 
 @dataclass(frozen=True)
@@ -241,10 +276,7 @@ class Run:
     saving: Saving = field(default_factory=Saving)
 
     def __post_init__(self) -> None:
-        _check_seed(self.seed)
-        at_least_one(self, "replicas", "threads")
-        if self.timeout is not None and not 0 < self.timeout <= LONGEST:
-            raise ConfigError(f"timeout={self.timeout}: seconds, above 0 and at most {LONGEST:.0f}")
+        check(self, RUN, ConfigError)
 
     def resolved(self) -> Run:
         """With everything said that was left to a default."""
@@ -257,9 +289,14 @@ def _tenth(steps: int, every: int | None) -> int:
     return -(-max(1, steps // 10) // (every or 1)) * (every or 1)
 
 
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**40:
-        raise ConfigError(f"seed={seed}: from 0 to {2**40 - 1}")
+CODEC_BENCH = {
+    "width": limits.SIZES["width"],
+    "layers": limits.SIZES["layers"],
+    "words": Limit("rows of the embedding", 1, 10**9),
+    "replicas": Limit("payloads to average", 1, 4096),
+    "times": Limit("rounds to take the best of", 1, 10**6),
+    "threads": limits.THREADS,
+}
 
 
 @dataclass(frozen=True)
@@ -284,7 +321,17 @@ class CodecBench:
     """Write everything measured here, as one JSON object."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "width", "layers", "words", "replicas", "times", "threads")
+        check(self, CODEC_BENCH, ConfigError)
+        TopK(keep=self.keep, bits=self.bits)  # refuses what it cannot work with
+
+
+TRAIN_BENCH = {
+    "batch": limits.BATCH,
+    "steps": Limit("steps of a segment", 1, COUNT),
+    "segments": Limit("segments of each contestant", 1, 10**6),
+    "replicas": limits.REPLICAS,
+    "threads": limits.THREADS,
+}
 
 
 @dataclass(frozen=True)
@@ -306,4 +353,4 @@ class TrainBench:
     """Write everything measured here, as one JSON object."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "batch", "steps", "segments", "replicas", "threads")
+        check(self, TRAIN_BENCH, ConfigError)

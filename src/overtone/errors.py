@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 MOST_PRINTED = 2000  # characters of what somebody else said
-
-
-def printable(text: str) -> str:
-    """Words that came from elsewhere, fit for a terminal and for one line: control characters, escape sequences and
-    line ends are written out (``\\x1b``, ``\\n``), and what is too long is cut."""
-    shown = "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text[: MOST_PRINTED + 1]
-    )
-    return shown if len(shown) <= MOST_PRINTED else shown[: MOST_PRINTED - 1] + "…"
 
 
 class OvertoneError(Exception):
     """Base of all errors that overtone raises on purpose."""
 
+    status: ClassVar[int] = 1  # of a command that ends with it: 1 for what happened, 2 for what was typed wrong
+
+
+class OvertoneWarning(UserWarning):
+    """Something is wrong, and the work goes on without it."""
+
 
 class MethodError(OvertoneError, ValueError):
     """A method, rule or codec was given a number it cannot work with."""
+
+    status = 2
+
+
+class SurroundingsError(OvertoneError, ValueError):
+    """A variable of the environment that says what it cannot mean."""
+
+    status = 2
 
 
 class ModelError(OvertoneError, ValueError):
@@ -56,3 +63,27 @@ class NotFiniteError(OvertoneError, ValueError):
 
 class StateError(OvertoneError, ValueError):
     """A saved state does not fit this replica."""
+
+
+def visible(text: str) -> str:
+    """Text of unknown origin, fit for a terminal: what it would obey (escape sequences, control characters) is spelt
+    out, but for newlines and tabs; so is what no file can hold (half characters)."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable(text: str) -> str:
+    """Somebody else's words in one line of a message: control characters and line ends are spelt out, and what is too
+    long is cut."""
+    shown = visible(text[: MOST_PRINTED + 1]).replace("\n", "\\n").replace("\t", "\\t")
+    return shown if len(shown) <= MOST_PRINTED else shown[: MOST_PRINTED - 1] + "…"
+
+
+def shortened(value: object) -> str:
+    """Somebody else's value in a message: its beginning is enough to find it by."""
+    text = printable(repr(value))
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def one_line(text: str) -> str:
+    """A message of our own, whatever went into it, on a single line."""
+    return " ".join(visible(text).split("\n"))

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from overtone import checkpoint, optimisers, rundir, runlog, settings
 from overtone.config import Run
 from overtone.marks import CheckpointError, Mark, complete, file_of, present
 from overtone.replica import Replica
-from overtone.rundir import RunError
-from overtone.tasks import load_task
+from overtone.rundir import RunError, UnfitRunError
+from overtone.tasks import load_task, refuse_untrusted
 from overtone.train import evaluate
 from overtone.transport import Solo
 
 
-def export(run: Path, folder: Path) -> tuple[int, dict[str, float]]:
-    """The newest complete checkpoint's shared model into ``folder``; its step, and its validation metrics."""
+def export(
+    run: Path, folder: Path, *, task: str | None = None, trust_task: bool = False
+) -> tuple[int, dict[str, float]]:
+    """The newest complete checkpoint's shared model into ``folder``; its step, and its validation metrics. A task that
+    is a Python file must be named in ``task``, or trusted as the run's configuration names it."""
     rundir.refuse_unused(run, "export")
     if folder.exists():
-        raise RunError(f"export {folder}: exists already; give a new folder")
+        raise UnfitRunError(f"export {folder}: exists already; give a new folder")
     config = settings.load(run / rundir.CONFIG, Run())
+    if task is not None:
+        config = replace(config, task=replace(config.task, task=task))
+    elif not trust_task:
+        refuse_untrusted(config.task, run, "export")
     mark = _newest(run)
-    tree = checkpoint.read(file_of(run / rundir.CHECKPOINTS, mark, 0))
-    task = load_task(config.task)
-    model = task.model()
+    file = file_of(run / rundir.CHECKPOINTS, mark, 0)
+    tree = checkpoint.read(file)
+    loaded = load_task(config.task)
+    model = loaded.model()
     replica = Replica(model, optimisers.build(model, config.training), config.choice.build(), Solo())
-    checkpoint.restore(replica, tree)
+    with checkpoint.reading(file, "model or optimiser"):
+        checkpoint.restore(replica, tree)
     beside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         beside.mkdir(parents=True)
         with replica.anchor() as shared:
             shared.eval()
-            task.export(shared, beside)
-            metrics = evaluate(task, shared)
+            loaded.export(shared, beside)
+            metrics = evaluate(loaded, shared)
         beside.rename(folder)
     except OSError as error:
         raise RunError(f"export {folder}: {error.strerror or error}; nothing was written") from error

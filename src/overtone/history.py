@@ -13,7 +13,7 @@ from typing import Any
 from overtone import runlog, settings
 from overtone.config import Run, Simulation
 from overtone.errors import OvertoneError
-from overtone.runlog import Record, RunLogError
+from overtone.runlog import NotALogError, Record, RunLogError
 
 PLACE = frozenset(("out", "json", "device", "threads", "timeout", "port", "track"))  # where a run is, not what
 # What does not set a row apart: seeds make one row, the runs of a group share replicas, model and data (whatever the
@@ -171,7 +171,7 @@ def load(path: Path) -> History:
     """A run's directory, or its log itself."""
     history = History(path, runlog.read(path))
     if not history.has_begun:
-        raise RunLogError(f"{path}: the log has no beginning; is it the log of a run?")
+        raise NotALogError(f"{path}: the log has no beginning; is it the log of a run?")
     missing = {"config", "numbers", "data", "simulated"} - history.start.keys()
     if missing:
         version = history.start.get("environment", {}).get("overtone", "of another version")
@@ -200,11 +200,11 @@ def find(paths: Sequence[Path]) -> list[Path]:
             found[path] = None
             continue
         if not path.is_dir():
-            raise RunLogError(f"{path}: no such file or directory; give runs, or a directory that holds some")
+            raise NotALogError(f"{path}: no such file or directory; give runs, or a directory that holds some")
         below = sorted(log.parent for log in path.rglob(runlog.NAME))
         if not below:
-            raise RunLogError(f"{path}: holds no run (no {runlog.NAME} in it or below)")
+            raise NotALogError(f"{path}: holds no run (no {runlog.NAME} in it or below)")
         found |= dict.fromkeys(below)
     if not found:
-        raise RunLogError("runs: give at least one: the directory of a run, or one that holds some")
+        raise NotALogError("runs: give at least one: the directory of a run, or one that holds some")
     return list({path.resolve(): path for path in found}.values())

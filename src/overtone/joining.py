@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from overtone.board import Board
-from overtone.errors import PeerError
+from overtone.errors import PeerError, SurroundingsError, shortened
 from overtone.transport import FOREVER, Solo, Torch
 from overtone.watchdog import Watchdog
 
@@ -29,17 +29,25 @@ class Place:
     @classmethod
     def from_environment(cls) -> Place:
         rank, size = whole_number("RANK"), whole_number("WORLD_SIZE")
-        if not 0 <= rank < size:
-            raise PeerError(f"RANK={rank}, WORLD_SIZE={size}: ranks go from 0 to the size less 1; start it by torchrun")
+        if rank >= size:
+            raise SurroundingsError(f"RANK={rank}, WORLD_SIZE={size}: ranks go from 0 to the size less 1; use torchrun")
         return cls(rank, size)
 
 
-def whole_number(name: str, default: str = "") -> int:
-    """What a launcher says in the environment."""
-    told = os.environ.get(name, default)
-    if not told.isascii() or not told.isdigit():
-        raise PeerError(f"{name}={told!r}: the environment says no whole number there; unset it, or start by torchrun")
+def whole_number(name: str, default: int | None = None) -> int:
+    """What a launcher says in the environment; anybody may have set it."""
+    told = os.environ.get(name, "" if default is None else str(default))
+    if not (told.isascii() and told.isdigit() and len(told) < 20):
+        raise SurroundingsError(
+            f"{name}={shortened(told)}: a whole number in the environment, which torchrun sets; unset it"
+        )
     return int(told)
+
+
+def check_environment() -> None:
+    """Refuse words where numbers belong, before anybody reads them."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        whole_number(name, 0)
 
 
 def connect(timeout: float | None = None) -> Solo | Torch:
@@ -54,7 +62,7 @@ def connect(timeout: float | None = None) -> Solo | Torch:
         return Solo()
     if not dist.is_initialized():
         if MEETING not in os.environ and not dist.is_torchelastic_launched():
-            if whole_number("WORLD_SIZE", "1") > 1:
+            if whole_number("WORLD_SIZE", 1) > 1:
                 raise PeerError(
                     f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but there is no process group and this is not torchrun: "
                     "each process would train by itself. Use torchrun, or call init_process_group() first"

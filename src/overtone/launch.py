@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from overtone import rundir, settings
+from overtone import rundir, settings, trouble
 from overtone.config import Run
 from overtone.errors import OvertoneError, ToldError, printable
 from overtone.joining import MEETING, connect, whole_number
@@ -43,7 +43,11 @@ LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
 class ReplicaError(OvertoneError, RuntimeError):
-    """A replica of the run failed; its own words."""
+    """A replica of the run failed; its own words, and its own status: what was typed wrong is so in a replica too."""
+
+    def __init__(self, words: str, status: int = 1) -> None:
+        super().__init__(words)
+        self.status = status  # type: ignore[misc]
 
 
 def is_replica() -> bool:
@@ -88,7 +92,7 @@ def one_replica(config: Run, *, resume: bool) -> None:
     from overtone.session import Session  # the launcher itself has no need of it
 
     if config.threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_of(config, whole_number("LOCAL_WORLD_SIZE", "1")))
+        torch.set_num_threads(threads_of(config, whole_number("LOCAL_WORLD_SIZE", 1)))
 
     def work() -> None:
         transport = connect(config.timeout)  # first of all, so that what one replica cannot do is told to the others
@@ -107,7 +111,8 @@ def in_world(work: Callable[[], T]) -> T:
     """One replica's work. Its failure is left for the launcher to tell, or told with the rank's name."""
     _die_with_parent()
     try:
-        result = work()
+        with trouble.in_words():
+            result = work()
     except Exception as error:
         if not is_replica():
             raise
@@ -245,7 +250,7 @@ def spawn(arguments: Sequence[str], *, replicas: int, threads: int) -> None:
             if told:  # a replica was asked to stop, and all did
                 sys.exit(max(told) if max(told) > 0 else 128 + signal.SIGTERM)
             return
-        raise ReplicaError(cause(started))
+        raise cause(started)
 
 
 @contextmanager
@@ -310,7 +315,7 @@ def say(words: str) -> None:
     print(f"overtone: {words}", file=sys.stderr, flush=True)
 
 
-def cause(started: Sequence[Started]) -> str:
+def cause(started: Sequence[Started]) -> ReplicaError:
     """The failure that the others follow from: a replica that somebody killed, else the first that says more than that
     the others are gone. What this launcher killed itself is no cause, but may be what the others complain of."""
     found = [replica for replica in started if replica.failed and not replica.killed]
@@ -320,13 +325,14 @@ def cause(started: Sequence[Started]) -> str:
     if died:
         first = min(died, key=lambda one: (one.ended, one.rank))
         name = signal.Signals(-(first.status or 0)).name
-        return (
+        return ReplicaError(
             f"rank {first.rank} was killed by {name}, and the others stopped; --resume goes on from the last checkpoint"
         )
     if first.killed:
-        return f"rank {first.rank} did not stop within {PATIENCE:.0f} s and was killed"
-    said = first.said().get("message", f"ended with status {first.status} and without a word")
-    return f"rank {first.rank}: {said.removeprefix(f'rank {first.rank}: ')}"
+        return ReplicaError(f"rank {first.rank} did not stop within {PATIENCE:.0f} s and was killed")
+    said = first.said()
+    words = str(said.get("message", f"ended with status {first.status} and without a word"))
+    return ReplicaError(f"rank {first.rank}: {words.removeprefix(f'rank {first.rank}: ')}", int(said.get("status", 1)))
 
 
 # -- in a replica ------------------------------------------------------------------------------------------------------
@@ -348,7 +354,9 @@ def in_words(error: BaseException) -> str:
 def confess(error: BaseException) -> None:
     """Leave the reason where the launcher looks for it: ours, or torch's."""
     if path := os.environ.get(WORDS):
-        Path(path).write_text(json.dumps({"message": in_words(error), "told": isinstance(error, ToldError)}))
+        status = error.status if isinstance(error, OvertoneError) else 1
+        said: dict[str, Any] = {"message": in_words(error), "told": isinstance(error, ToldError), "status": status}
+        Path(path).write_text(json.dumps(said))
     elif path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": in_words(error), "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": said}))

@@ -54,7 +54,8 @@ def complete(folder: Path) -> list[Mark]:
     found: dict[Mark, set[int]] = {}
     for mark, rank, _ in present(folder):
         found.setdefault(mark, set()).add(rank)
-    return sorted(mark for mark, ranks in found.items() if ranks >= set(range(mark.replicas)))
+    # Counted, not compared with a range: a name may claim any number of replicas.
+    return sorted(m for m, ranks in found.items() if sum(rank < m.replicas for rank in ranks) == m.replicas > 0)
 
 
 def newest_common(folder: Path, rank: int, replicas: int, *, ever: bool, tell: Tell) -> Mark | None:

@@ -16,6 +16,9 @@ from overtone.errors import MethodError
 from overtone.rules import DeMo, Mean, Outer, Published, Rule
 from overtone.signals import Drift, Gradient, Signal, Silence
 
+MOST_EVERY = 10**12
+MOST_DRAIN = 1024  # each is a dense message; twelve go most of the way
+
 
 @dataclass(frozen=True)
 class Method:
@@ -29,12 +32,14 @@ class Method:
     drain: int = 0  # dense one-bit messages that `finish` sends to empty the residuals
 
     def __post_init__(self) -> None:
-        if self.every is not None and (type(self.every) is not int or self.every < 1):
-            raise MethodError(f"every={self.every!r}: local steps between rounds, a whole number of at least 1")
+        if self.every is not None and not (type(self.every) is int and 1 <= self.every <= MOST_EVERY):
+            raise MethodError(
+                f"every={self.every!r}: local steps between rounds, a whole number from 1 to {MOST_EVERY}"
+            )
         if not self.signal.inner_first and self.every != 1:
             raise MethodError(f"every={self.every}: gradient methods exchange at each step; use every=1 or diloco()")
-        if type(self.drain) is not int or self.drain < 0:
-            raise MethodError(f"drain={self.drain!r}: a number of last messages, 0 or more")
+        if not (type(self.drain) is int and 0 <= self.drain <= MOST_DRAIN):
+            raise MethodError(f"drain={self.drain!r}: last messages, a whole number from 0 to {MOST_DRAIN}")
         if self.drain and not (isinstance(self.rule, Outer) and isinstance(self.codec, TopK)):
             raise MethodError(f"drain={self.drain}: only the Outer rule with a TopK codec leaves a residual to drain")
 

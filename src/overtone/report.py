@@ -31,7 +31,7 @@ def write(file: Path, found: Sequence[Group], *, title: str, command: str | None
         raise ConfigError(f"report {file}: a page ends in .html; beside it go .md and .csv")
     texts = {
         file: page.html(data(found, title=title, command=command)),
-        file.with_suffix(".md"): f"# {title}\n\n{table.markdown(found)}",
+        file.with_suffix(".md"): f"# {table.plain(title)}\n\n{table.markdown(found)}",
         file.with_suffix(".csv"): table.as_csv(found),
     }
     for path in texts:

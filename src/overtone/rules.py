@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -153,7 +152,7 @@ class Outer(Rule):
     shared = ("anchor", "momentum")
 
     def __post_init__(self) -> None:
-        _learning_rate(self.lr)
+        _within("lr", self.lr, 0.0, 10.0, above=True, what="the outer learning rate, usually 0.5 to 1, ")
         _within("momentum", self.momentum, 0.0, 1.0, below=True)
         _within("decay", self.decay, 0.0, 1.0)
         _within("carry", self.carry, 0.0, 1.0)
@@ -207,7 +206,7 @@ class Published(Rule):
     over_senders = True
 
     def __post_init__(self) -> None:
-        _learning_rate(self.lr)
+        _within("lr", self.lr, 0.0, 10.0, above=True, what="the outer learning rate, usually 0.5 to 1, ")
         _within("decay", self.decay, 0.0, 1.0)
 
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
@@ -234,19 +233,12 @@ def _accumulate_and_send(store: Tensor, signal: Reading, encode: Encode, decay: 
     return sent
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _learning_rate(lr: float) -> None:
-    if not _is_number(lr) or not 0.0 < lr <= 10.0:
-        raise MethodError(f"lr={lr!r}: the outer learning rate is a number above 0 and up to 10, usually 0.5 to 1")
-
-
-def _within(name: str, value: float, low: float, high: float, *, above: bool = False, below: bool = False) -> None:
-    """Refuse a number outside [low, high]; ``above`` and ``below`` exclude the ends."""
-    if not _is_number(value):
-        raise MethodError(f"{name}={value!r}: a number from {low:g} to {high:g}")
+def _within(
+    name: str, value: float, low: float, high: float, *, above: bool = False, below: bool = False, what: str = ""
+) -> None:
+    """Refuse what is no number, and a number outside [low, high]; ``above`` and ``below`` exclude the ends."""
+    brackets = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MethodError(f"{name}={value!r}: {what}must be a number in {brackets}")
     if not (low < value if above else low <= value) or not (value < high if below else value <= high):
-        brackets = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
-        raise MethodError(f"{name}={value}: must lie in {brackets}")
+        raise MethodError(f"{name}={value}: {what}must lie in {brackets}")

@@ -25,6 +25,12 @@ class RunError(OvertoneError, RuntimeError):
     """A run directory that cannot be used."""
 
 
+class UnfitRunError(RunError):
+    """A run directory that cannot be meant: used already, not a run, not a place to write to."""
+
+    status = 2
+
+
 def fresh(method: str) -> Path:
     """A new directory below runs/."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{method}"
@@ -46,14 +52,14 @@ def refuse_used(folder: Path, way_out: str | None = None) -> None:
     """A new run needs a directory that holds none; on each host, where the replicas have disks of their own."""
     if (folder / runlog.NAME).exists():
         way_out = way_out or f"--resume {folder} goes on with it, or choose another --out"
-        raise RunError(f"run {folder}: holds a run already; {way_out}")
+        raise UnfitRunError(f"run {folder}: holds a run already; {way_out}")
     if any(True for _ in present(folder / CHECKPOINTS)):
-        raise RunError(f"run {folder}: holds checkpoints of another run; delete them, or choose another --out")
+        raise UnfitRunError(f"run {folder}: holds checkpoints of another run; delete them, or choose another --out")
 
 
 def refuse_unused(folder: Path, why: str) -> None:
     if not (folder / CONFIG).exists():
-        raise RunError(f"{why} {folder}: no run there (it has no {CONFIG}); give the directory of a run")
+        raise UnfitRunError(f"{why} {folder}: no run there (it has no {CONFIG}); give the directory of a run")
 
 
 def claim(folder: Path, world: str | None = None) -> IO[str]:
@@ -63,7 +69,7 @@ def claim(folder: Path, world: str | None = None) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")
     except OSError as error:
-        raise RunError(f"run {folder}: {error.strerror}; choose an --out that can be written") from error
+        raise UnfitRunError(f"run {folder}: {error.strerror}; choose an --out that can be written") from error
     if _locked(file, fcntl.LOCK_EX):  # nobody else is here
         file.truncate(0)
         file.write(f"{os.getpid()} {world or ''}\n")

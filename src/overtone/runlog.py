@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
@@ -21,15 +22,26 @@ from typing import Any, Protocol
 
 import torch
 
-from overtone.errors import OvertoneError
+from overtone.errors import OvertoneError, OvertoneWarning
 from overtone.version import __version__
 
 NAME = "run.jsonl"
 Record = dict[str, Any]
+MOST_NAMED = 10  # damaged lines
 
 
 class RunLogError(OvertoneError, RuntimeError):
     """A run log that cannot be written or read."""
+
+
+class NotALogError(RunLogError):
+    """What was named is not the log of a run."""
+
+    status = 2
+
+
+class DamagedLogWarning(OvertoneWarning):
+    """Lines of a run log that cannot be read; the others can."""
 
 
 class Sink(Protocol):
@@ -71,26 +83,47 @@ class RunLog:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a run (its directory, or the file itself) as if it had never been cut off."""
+    """The records of a run (its directory, or the file itself) as if it had never been cut off. Lines that cannot be
+    read are left out, with a warning: the checkpoints of a run do not depend on them."""
     file = path / NAME if path.is_dir() else path
+    if file.exists() and not file.is_file():
+        raise NotALogError(f"{file}: not a file; give the directory of a run")
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_bytes().removesuffix(b"\n").split(b"\n")
     except OSError as error:
-        raise RunLogError(f"{file}: {error.strerror}; give the directory of a run") from error
+        raise NotALogError(f"{file}: {error.strerror}; give the directory of a run") from error
     records: list[Record] = []
+    damaged: list[int] = []
     for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            event, step = record["event"], record["step"]
-        except (ValueError, KeyError, TypeError):
+        record = _record(line)
+        if record is None:
             # Cut off in the middle of a line by a kill; in any other place the file is damaged.
-            if number == len(lines) or _follows_a_cut(lines, number):
-                continue
-            raise RunLogError(f"{file}, line {number}: not a record of a run log") from None
-        if event == "resume":
+            if number < len(lines) and not _follows_a_cut(lines, number):
+                damaged.append(number)
+            continue
+        if record["event"] == "resume":
+            step = record["step"]
             records = [r for r in records if r["step"] <= step and r["event"] not in ("stop", "fail", "finish")]
         records.append(record)
+    if damaged and records:
+        warnings.warn(DamagedLogWarning(f"{file}: {_lines(damaged)}; the rest is used"), stacklevel=2)
     return records
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # of bytes that are not UTF-8, too
+        return None
+    sound = isinstance(record, dict) and isinstance(record.get("event"), str) and type(record.get("step")) is int
+    return record if sound else None
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    first = ", ".join(map(str, numbers[:MOST_NAMED]))
+    more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
+    several = len(numbers) > 1
+    return f"line{'s' if several else ''} {first}{more} cannot be read and {'are' if several else 'is'} left out"
 
 
 def last(folder: Path, event: str) -> Record | None:
@@ -99,8 +132,8 @@ def last(folder: Path, event: str) -> Record | None:
     return found[-1] if found else None
 
 
-def _follows_a_cut(lines: Sequence[str], number: int) -> bool:
-    return '"event": "resume"' in lines[number] or '"event": "start"' in lines[number]
+def _follows_a_cut(lines: Sequence[bytes], number: int) -> bool:
+    return b'"event": "resume"' in lines[number] or b'"event": "start"' in lines[number]
 
 
 def environment(hosts: Sequence[Any]) -> Record:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from overtone import agreement
-from overtone.errors import StateError
+from overtone.errors import OvertoneError, StateError, shortened
 
 if TYPE_CHECKING:
     from overtone.replica import Replica
@@ -36,18 +36,26 @@ def restore(replica: Replica, saved: Mapping[str, Any]) -> None:
     """Nothing is touched unless all of it fits."""
     _refuse_at_anchor(replica, "load_state_dict", "load")
     replica.refuse_changes("load_state_dict")
-    agreement.compare_saved(saved.get("about", {}), replica.about)
     try:
+        agreement.compare_saved(saved.get("about", {}), replica.about)
         pairs = [(tensor, saved["state"][name]) for name, tensor in replica.state.items()]
         pairs += _paired(replica.signal.state(), saved["signal"])
         pairs += _paired(replica.buffers.shared, saved["buffers"])
         counts = {name: int(saved["counts"][name]) for name in COUNTS}
+        if not 0 <= counts["steps_at_round"] <= counts["steps"] or counts["rounds"] < 0:
+            raise ValueError(f"counts {counts}")
         ledger = saved["ledger"]
+        type(replica.transport.ledger)().load_state_dict(ledger)  # a trial, on one that nobody needs
+        if unknown := set(ledger) - set(replica.transport.ledger.counts):
+            raise ValueError(f"phases {sorted(unknown)} of the ledger")
         for mine, theirs in pairs:
             if mine.shape != theirs.shape:
                 raise ValueError(f"a tensor of shape {tuple(theirs.shape)} where {tuple(mine.shape)} belongs")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise StateError(f"saved state: incomplete or damaged ({error!r}); load one that state_dict() made") from error
+    except OvertoneError:
+        raise
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        why = shortened(error)
+        raise StateError(f"saved state: incomplete or damaged ({why}); load one that state_dict() made") from error
     for mine, theirs in pairs:
         mine.copy_(theirs)
     for name, count in counts.items():

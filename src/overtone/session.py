@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Mapping
@@ -16,18 +15,23 @@ from torch import nn
 from overtone import average, checkpoint, optimisers, randomness, records, rundir, runlog, settings, track
 from overtone.accounts import Accounts
 from overtone.config import ConfigError, Run
-from overtone.errors import GaveUpError, MismatchError
+from overtone.errors import GaveUpError, MismatchError, shortened
+from overtone.joining import whole_number
 from overtone.marks import CheckpointError, Mark, file_of, newest_common
 from overtone.replica import Replica
 from overtone.saver import Saver
 from overtone.tasks import Feed, Task, load_task
 from overtone.train import Own, Step, evaluate, local_steps, measure, prepare
 from overtone.transport import Solo, Torch
+from overtone.trouble import in_words
 from overtone.upkeep import Asked, Pulse, Upkeep
 from overtone.view import View
 
 # What may differ from host to host, or is compared by other means: the model by the greeting, the data by fingerprint.
 PRIVATE = ("out", "device", "threads", "timeout", "replicas", "task", "model", "data", "tokenizer")
+
+
+TOLD_AGAIN = {"metrics", "sample", "shares", "bytes_sent", "rounds"}  # of how a run ended
 
 
 class Stopped(SystemExit):
@@ -42,6 +46,7 @@ class Stopped(SystemExit):
 class Session:
     """Everything that one replica of a run holds."""
 
+    @in_words()
     def __init__(self, config: Run, transport: Solo | Torch, *, resume: bool, asked: Asked | None = None) -> None:
         begun = time.perf_counter()
         self.asked = asked or Asked()
@@ -126,7 +131,7 @@ class Session:
 
     def _open(self) -> None:
         """Configuration and log. The configuration first: a log without one could be neither resumed nor begun."""
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # on each host: it may have a disk of its own
+        if whole_number("LOCAL_RANK", 0) == 0:  # on each host: it may have a disk of its own
             rundir.write_config(self.folder, settings.toml(settings.absolute(replace(self.config, replicas=self.size))))
         if self.rank == 0:
             sinks = track.sinks(self.folder, self.config.saving.track, self.replica.steps)
@@ -162,6 +167,7 @@ class Session:
 
     # -- training --------------------------------------------------------------------------------------------------
 
+    @in_words()
     def run(self) -> dict[str, Any]:
         """Train to the end; the record that closes the log."""
         self.accounts.begun = time.perf_counter()
@@ -282,6 +288,8 @@ class Session:
     def _told_again(self) -> dict[str, Any]:
         """The run was over already: show how it ended. If it was cut off before it could say so, say so now."""
         closing = self._last("finish")
+        if closing is not None and not closing.keys() >= TOLD_AGAIN:
+            closing = None  # not as this version writes it
         if self.upkeep.tell(closing is not None)[0]:
             if closing is not None:
                 View(Console(stderr=True)).write(closing)
@@ -311,21 +319,31 @@ class Session:
 
     def _restore(self, mark: Mark) -> None:
         folder = self.saver.folder
+        files = [file_of(folder, mark, rank) for rank in range(mark.replicas)]
+        own = files[self.rank % mark.replicas]
         if mark.replicas == self.size:
-            tree = checkpoint.read(file_of(folder, mark, self.rank))
+            tree = checkpoint.read(own)
         else:
-            files = [file_of(folder, mark, rank) for rank in range(mark.replicas)]
             tree = checkpoint.blend(files, consensus=self.method.consensus, rank=self.rank)
-        if key := _difference(tree["fixed"], self.fixed):
+        with checkpoint.reading(own, "list of what is fixed"):
+            self._refuse_other(tree["fixed"])
+        with checkpoint.reading(own, "model or optimiser"):
+            checkpoint.restore(self.replica, tree)
+        with checkpoint.reading(own, "position in the data"):
+            self.feed.load_state_dict(tree["feed"])
+        with checkpoint.reading(own, "random states"):
+            randomness.set_states(tree["random"])
+        with checkpoint.reading(own, "accounts"):
+            self.accounts.load_state_dict(tree["accounts"])
+            self.finished = None if tree["finished"] is None else {k: int(v) for k, v in tree["finished"].items()}
+
+    def _refuse_other(self, saved: Mapping[str, Any]) -> None:
+        if key := _difference(saved, self.fixed):
+            was, now = shortened(saved.get(key)), shortened(self.fixed.get(key))
             raise CheckpointError(
-                f"resume {self.folder}: {key} was {tree['fixed'].get(key)} and is {self.fixed.get(key)} now; what was "
-                "saved would mean nothing. Leave it as it was, or start a new run"
+                f"resume {self.folder}: {key} was {was} and is {now} now; what was saved would mean nothing. Leave it "
+                "as it was, or start a new run"
             )
-        checkpoint.restore(self.replica, tree)
-        self.feed.load_state_dict(tree["feed"])
-        randomness.set_states(tree["random"])
-        self.finished = tree["finished"]
-        self.accounts.load_state_dict(tree["accounts"])
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -335,7 +353,7 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 def device_for(choice: str, rank: int) -> torch.device:
     """A GPU of its own for each replica of this host, if there is one and it is wanted."""
-    local, there = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
+    local, there = whole_number("LOCAL_RANK", rank), torch.cuda.device_count()
     if choice == "cuda" and local >= there:
         raise ConfigError(f"device=cuda: replica {local} of this host needs a GPU of its own, and there are {there}")
     if choice == "cpu" or local >= there:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from overtone.config import ConfigError, Run
+from overtone.errors import OvertoneError, printable
 
 T = TypeVar("T")
 
@@ -29,18 +30,35 @@ TOLD = "OVERTONE_CONFIG"  # where a launcher leaves the whole configuration for 
 def load(path: Path, base: T) -> T:
     """``base`` with what the file says."""
     try:
-        found = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path}: {getattr(error, 'strerror', error)}; give a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config {path}: not TOML: {error}") from error
-    return updated(base, found, str(path))
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"config {path}: not a file; give a TOML file")
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}; give a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config {path}: byte {error.start} is not UTF-8; give a TOML file") from error
+    return updated(base, parsed(text, f"config {path}"), str(path))
+
+
+def parsed(text: str, where: str) -> dict[str, Any]:
+    """TOML as a dictionary, or a refusal, whatever the text."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply; no setting is") from None
+    except ValueError as error:  # not TOML, or a number of more digits than Python reads
+        raise ConfigError(f"{where}: not TOML: {error}") from error
 
 
 def told(base: T) -> T | None:
     """``base`` with what the launcher said, if there is one."""
     text = os.environ.get(TOLD)
-    return None if text is None else updated(base, tomllib.loads(text), TOLD)
+    if text is None:
+        return None
+    try:
+        return updated(base, parsed(text, TOLD), TOLD)
+    except OvertoneError as error:
+        raise ConfigError(f"{error}. A launcher sets {TOLD} for its replicas; unset it to start a run") from error
 
 
 def updated(base: T, values: Mapping[str, Any], where: str) -> T:
@@ -65,10 +83,22 @@ def toml(config: object) -> str:
     for key, (table, path, _) in _places(config):
         value = _plain(_value(config, path))
         if value is not None:
-            line = f"{key} = {'inf' if value == math.inf else json.dumps(value, ensure_ascii=False)}"
+            line = f"{key} = {'inf' if value == math.inf else _quoted(value, key)}"
             (tables.setdefault(table, []) if table else top).append(line)
     parts = ["\n".join(top), *(f"[{table}]\n" + "\n".join(lines) for table, lines in tables.items())]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _quoted(value: Any, key: str) -> str:
+    """JSON's form of a number, a truth or a text is TOML's too, but for the DEL sign."""
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{key}={printable(str(value))}: not UTF-8, which a file of settings must be; rename it"
+        ) from None
+    return text
 
 
 def absolute(config: Run) -> Run:
@@ -150,10 +180,14 @@ def _converted(value: Any, hint: Any, what: str) -> Any:
     for kind in kinds:
         if get_origin(kind) is Literal and value in get_args(kind):
             return value
+        if isinstance(value, str) and kind in (str, Path) and "\0" in value:
+            raise ConfigError(f"{what} = {json.dumps(value)}: holds a NUL, which no name of a file may; leave it out")
         if kind is Path and isinstance(value, str):
+            if not value:
+                raise ConfigError(f'{what} = "": empty; give a path, or leave it out')
             return Path(value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            return float(value) if abs(value) < 10**300 else math.inf if value > 0 else -math.inf
         if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             return value
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import math
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from overtone.errors import one_line, printable
 from overtone.standings import Group, Row, difference
 from overtone.words import human_bytes
 
@@ -21,6 +23,7 @@ LEGEND = {  # by column
     "bytes sent": "by one replica over the whole run, as its ledger counted them.",
     "drift": "between replicas: the largest distance of one's weights from the mean of all, before the last messages.",
 }
+FORMULA = ("=", "+", "-", "@", "\t", "\n", "\\")  # control characters are spelt out with a backslash
 SAME = ("perplexity", "bits_per_byte", "top5")  # say what loss and top1 say already; the page and the CSV have them
 
 
@@ -68,9 +71,9 @@ def terminal(group: Group) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for header in headers:
         words = header in ("method", "")
-        shown.add_column(escape(header), justify="left" if words else "right", no_wrap=header == "method")
+        shown.add_column(escape(printable(header)), justify="left" if words else "right", no_wrap=header == "method")
     for line in body:
-        shown.add_row(*map(escape, line))
+        shown.add_row(*(escape(printable(cell)) for cell in line))
     return shown
 
 
@@ -78,13 +81,18 @@ def markdown(groups: Sequence[Group]) -> str:
     parts = []
     for group in groups:
         headers, body = cells(group)
-        parts += [f"## {group.name}", "", *(f"{note}\n" for note in notes(group, groups[0]))]
+        parts += [f"## {plain(group.name)}", "", *(f"{plain(note)}\n" for note in notes(group, groups[0]))]
         parts += [_line(headers), _line(["---"] * len(headers)), *map(_line, body), ""]
     return "\n".join([*parts, *(f"- {line}" for line in legend(groups))]) + "\n"
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(plain(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def plain(text: str) -> str:
+    """Words of a log on one line of Markdown, which passes HTML through to whoever shows it."""
+    return html.escape(one_line(text), quote=False)
 
 
 def as_csv(groups: Sequence[Group]) -> str:
@@ -93,9 +101,17 @@ def as_csv(groups: Sequence[Group]) -> str:
     columns = list(dict.fromkeys(column for line in lines for column in line))
     file = io.StringIO()
     writer = csv.DictWriter(file, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+    writer.writerow({column: harmless(column) for column in columns})
+    writer.writerows({column: harmless(value) for column, value in line.items()} for line in lines)
     return file.getvalue()
+
+
+def harmless(value: Any) -> Any:
+    """A text that a spreadsheet would take for a formula, made one that it shows; numbers stay numbers."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(FORMULA) else text
 
 
 def _raw(group: Group, row: Row) -> dict[str, Any]:

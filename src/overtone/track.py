@@ -3,13 +3,14 @@ records and keeps the numbers of them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from overtone import fingerprint
 from overtone.config import ConfigError
-from overtone.runlog import Sink
+from overtone.runlog import RunLogError, Sink
 from overtone.tasks.sources import first_line
 
 SHOWN = ("train", "round", "eval", "finish")  # events with numbers worth a curve
@@ -27,14 +28,32 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def _quieten() -> None:
+    """The library's thread keeps what went wrong for the next call, which tells it, and lets its traceback be printed
+    besides: that is left out."""
+    before = threading.excepthook
+
+    def hook(trouble: threading.ExceptHookArgs) -> None:
+        theirs = trouble.thread is not None and type(trouble.thread).__module__.startswith("tensorboard.")
+        if not (theirs and isinstance(trouble.exc_value, OSError)):
+            before(trouble)
+
+    threading.excepthook = hook
+
+
 class TensorBoard:
     def __init__(self, folder: Path, step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError("train: needs tensorboard; pip install 'overtone[train]'") from error
-        # After a resume, what the lost steps had written is not shown.
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        _quieten()
+        place = folder / "tensorboard"
+        try:
+            # After a resume, what the lost steps had written is not shown.
+            self.writer = SummaryWriter(str(place), purge_step=step + 1 if step else None)
+        except OSError as error:
+            raise RunLogError(f"{place}: {error.strerror}; move it away, or make room") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in numbers(record).items():

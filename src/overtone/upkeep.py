@@ -18,6 +18,7 @@ from overtone.errors import OvertoneError, PeerError, ToldError, WireError, prin
 from overtone.exchange import hold
 from overtone.patterns import tell
 from overtone.transport import Begun, Solo, Torch
+from overtone.trouble import in_words
 from overtone.wire import Expected, Header, Kind, Letter, Seal, seal_message, unseal_message
 
 T = TypeVar("T")
@@ -57,9 +58,10 @@ class Upkeep:
         """Everybody's work, or nobody's: what one rank cannot do is told to all, and all give up alike."""
         error = None
         try:
-            result = work()
-        except OvertoneError as trouble:
-            error = trouble
+            with in_words():
+                result = work()
+        except OvertoneError as refusal:
+            error = refusal
         heard = self.tell("" if error is None else str(error)[: MOST // 8])
         if error is not None:
             raise error

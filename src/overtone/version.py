@@ -1,3 +1,3 @@
 """The package's version, in a file that building can read without importing torch."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

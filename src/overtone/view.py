@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from overtone.errors import printable
 from overtone.words import human_bytes, metrics_line
 
 SECONDS = 5.0  # between two lines where there is no terminal
@@ -99,7 +100,7 @@ class View:
         self.bar.stop()
         if record["sample"]:
             self._say("sample:")
-            self.console.print(record["sample"], markup=False, highlight=False, style="dim")
+            self.console.print(printable(record["sample"]), markup=False, highlight=False, style="dim")
         shares = ", ".join(f"{name} {share:.1%}" for name, share in record["shares"].items())
         self._say(f"time: {shares}")
         self._say(
@@ -108,7 +109,7 @@ class View:
         )
 
     def _say(self, line: str) -> None:
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(printable(line), highlight=False, soft_wrap=True)
 
 
 def _short(value: float) -> str:

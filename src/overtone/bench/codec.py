@@ -23,9 +23,10 @@ from overtone import kernels
 from overtone.bench.reference import TRANSFORMS, Reference
 from overtone.bits import Reader
 from overtone.codec import Block, TopK, check_payload, mean
-from overtone.config import CodecBench
+from overtone.config import CodecBench, ConfigError
 from overtone.kernels import Kernels, kernels_for
 from overtone.layout import Slab
+from overtone.limits import refuse_beyond_memory
 from overtone.rules import Mean, Outer
 from overtone.work import Work
 
@@ -196,6 +197,9 @@ def run(bench: CodecBench, say: Callable[[str], None]) -> dict[str, Any]:
     """Everything measured, as one JSON object. Times are in copies: multiples of one memory copy of the parameters."""
     shapes = gpt_shapes(bench)
     size = size_of(shapes)
+    refuse_beyond_memory(
+        24 * size, f"{size:,} parameters six times", "use a smaller width, layers or words", ConfigError
+    )
     loops = kernels_for(size, CPU)
     copy = memory_copy(size)
     report: dict[str, Any] = {

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from overtone.tasks.deal import Dealt, Deck, Feed, Samples, TaskError
 from overtone.tasks.options import Image, Language, TaskOptions
-from overtone.tasks.sources import needs
+from overtone.tasks.sources import existing, needs, refuse_no_tokenizer
 from overtone.tasks.task import Task, Tensors
+from overtone.trouble import OWN_TASK
 
 __all__ = [
     "Dealt", "Deck", "Feed", "Image", "Language", "Samples", "Task", "TaskError", "TaskOptions", "Tensors", "load_task",
+    "refuse_missing", "refuse_untrusted",
 ]  # fmt: skip
 
 BUILT_IN = {"language": "overtone.tasks.language", "image": "overtone.tasks.image"}
@@ -31,14 +33,39 @@ def load_task(options: TaskOptions, *, to_train: bool = True) -> Task:
     return found
 
 
-def _from_file(options: TaskOptions) -> object:
+def refuse_untrusted(options: TaskOptions, run: Path, command: str) -> None:
+    """The configuration of a run may be somebody else's: it does not decide what Python code runs here."""
+    if options.task not in BUILT_IN:
+        raise TaskError(
+            f"{command} {run}: its {options.task} is Python code that would run here; --trust-task lets it, "
+            "or name a task of your own with --task"
+        )
+
+
+def refuse_missing(options: TaskOptions) -> None:
+    """What is named and not there, before anything is started. A task of one's own reads its data as it likes."""
+    if options.task not in BUILT_IN:
+        _own_file(options)
+        return
+    if options.data not in (None, "none") and not options.data.startswith("hub:"):
+        existing(options.data, "give one that is there, or leave it out")
+    if options.task == "language" and options.language.tokenizer is not None:
+        refuse_no_tokenizer(options.language.tokenizer)
+
+
+def _own_file(options: TaskOptions) -> Path:
     path = Path(options.task)
     if path.suffix != ".py":
         known = ", ".join(BUILT_IN)
         raise TaskError(f"task {options.task!r}: unknown; there are {known}, or give the path of a Python file")
     if not path.is_file():
         raise TaskError(f"task {path}: no such file; give a Python file with a function task(options)")
-    name = f"overtone_task_{path.stem}"
+    return path
+
+
+def _from_file(options: TaskOptions) -> object:
+    path = _own_file(options)
+    name = f"{OWN_TASK}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

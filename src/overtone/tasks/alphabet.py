@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overtone.tasks.byte_transformer import BYTES
 from overtone.tasks.deal import TaskError
-from overtone.tasks.sources import first_line, needs
+from overtone.tasks.sources import first_line, needs, refuse_no_tokenizer
 
 PIECE = 1 << 20  # bytes that a tokenizer gets at once; it holds some hundred bytes of notes for every token
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")  # what tokenizers call the end of a document
@@ -65,8 +65,7 @@ class Subwords:
     def __init__(self, file: Path) -> None:
         self.file = file
         library = needs("tokenizers", f"tokenizer {file}")
-        if not file.is_file():
-            raise TaskError(f"tokenizer {file}: no such file; give a tokenizer.json of the tokenizers library")
+        refuse_no_tokenizer(file)
         try:
             self._tokenizer = library.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises the base class itself

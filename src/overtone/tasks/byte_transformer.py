@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overtone.limits import SIZES, check
 from overtone.tasks.deal import TaskError
 
 BYTES = 256  # the vocabulary
@@ -22,11 +23,14 @@ class ModelSize:
     context: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise TaskError(f"{name}={getattr(self, name)}: at least 1")
+        check(self, SIZES, TaskError)
         if self.width % self.heads:
             raise TaskError(f"heads={self.heads}: must divide the width, {self.width}")
+
+    @property
+    def parameters(self) -> int:
+        """How many they make."""
+        return self.width * (self.layers * (12 * self.width + 4) + BYTES + self.context + 2)
 
 
 class Block(nn.Module):

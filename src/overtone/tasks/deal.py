@@ -17,11 +17,16 @@ import torch
 from torch import Tensor
 
 from overtone import fingerprint
-from overtone.errors import OvertoneError
+from overtone.errors import OvertoneError, shortened
+
+MOST_CUTS = 1000  # changes of the number of replicas within one epoch: each takes as long as a deal
+EPOCHS = 10**12
 
 
 class TaskError(OvertoneError, ValueError):
     """The task's data or model cannot be used."""
+
+    status = 2
 
 
 class Samples(Protocol):
@@ -141,17 +146,34 @@ class Dealt:
     def _arrange(self) -> tuple[Tensor, int]:
         return self.deck.order(self.position, self.rank, self.replicas)
 
+    def _is_deal(self, replicas: object, taken: object) -> bool:
+        """A number of replicas among whom the deck could be dealt, and of samples that each of them could take."""
+        return replicas != 0 and _count(replicas, self.deck.size) and _count(taken, self.deck.size)
+
     def state_dict(self) -> dict[str, Any]:
         p = self.position
         return {"epoch": p.epoch, "taken": p.taken, "cuts": list(map(list, p.cuts)), "replicas": self.replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        cuts = tuple((int(k), int(taken)) for k, taken in state["cuts"])
-        self.position = Position(int(state["epoch"]), int(state["taken"]), cuts)
+        deals = [*state["cuts"], (state["replicas"], state["taken"])]
+        if (
+            len(deals) > MOST_CUTS
+            or not all(self._is_deal(*deal) for deal in deals)
+            or not _count(state["epoch"], EPOCHS)
+        ):
+            raise TaskError(
+                f"saved position in {self.deck.name}: {shortened(state)} is none of {self.deck.size} samples"
+            )
+        cuts = tuple((k, taken) for k, taken in deals[:-1])
+        self.position = Position(state["epoch"], state["taken"], cuts)
         if state["replicas"] != self.replicas:
-            self.position = Position(self.position.epoch, 0, (*cuts, (int(state["replicas"]), self.position.taken)))
+            self.position = Position(self.position.epoch, 0, (*cuts, (state["replicas"], self.position.taken)))
         self._ahead = None
         self._order, self._length = self._arrange()
+
+
+def _count(value: object, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most
 
 
 def dice_for(*what: object) -> torch.Generator:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from overtone.limits import refuse_beyond_memory
 from overtone.tasks.alphabet import Alphabet, Document
 from overtone.tasks.deal import TaskError
-from overtone.tasks.sources import is_saved, load_saved, named_splits, parts_below
+from overtone.tasks.sources import existing, is_saved, load_saved, named_splits, parts_below
+
+FORMS = "give a text, a folder of texts, or hub:NAME"
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,7 @@ class Documents:
 def open_documents(data: str | None, alphabet: Alphabet) -> Documents:
     if data is None:
         return _standard_library()
-    path = Path(data)
-    if not path.exists():
-        raise TaskError(f"data {data}: no such file or folder; give a text, a folder of texts, or hub:NAME")
+    path = existing(data, FORMS)
     if path.is_dir():
         return _saved(path, alphabet) if is_saved(path) else _folder(path)
     document = _read(path, path.name)
@@ -70,6 +71,10 @@ def _texts_below(root: Path) -> list[Document]:
 
 def _read(path: Path, name: str) -> Document:
     try:
+        size = path.stat().st_size
+        refuse_beyond_memory(
+            2 * size, f"data {path}: read whole", "give a smaller text, or hub:FOLDER to stream it", TaskError
+        )
         return Document(path.read_bytes(), name)
     except OSError as error:
         raise TaskError(f"data {path}: {error.strerror or error}; give readable text") from error

@@ -30,6 +30,7 @@ from overtone.tasks.picture_batches import Shown
 from overtone.tasks.picture_source import spread
 from overtone.tasks.pictures import Pictures, load_pictures
 from overtone.tasks.small_resnet import SmallResNetConfig, SmallResNetForImageClassification
+from overtone.tasks.sources import refuse_huge_model
 from overtone.tasks.task import Batch, Task
 from overtone.tasks.transformers_folders import read_config, save_pretrained
 
@@ -80,6 +81,9 @@ class ImageTask(Task):
         self.config = config_for(options.model or "resnet-tiny", image.stem)  # first: a typo need not wait for data
         self.pictures = load_pictures(options.data, image.side)
         fit(self.config, self.pictures)
+        if options.model not in (None, *PRESETS) and torch.get_default_device().type != "meta":
+            with torch.device("meta"):
+                refuse_huge_model(sum(p.numel() for p in self.model().parameters()), str(options.model))
         found = self.pictures
         self.name = found.name
         self.train = Shown(found.train, found.form, found.look, flip=image.flip, crop=image.crop)

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overtone.errors import visible
 from overtone.tasks.alphabet import Alphabet, alphabet_for
 from overtone.tasks.byte_transformer import BYTES, ByteTransformer, ModelSize
 from overtone.tasks.deal import Feed, TaskError, dice_for
 from overtone.tasks.options import Language, TaskOptions
+from overtone.tasks.sources import refuse_huge_model
 from overtone.tasks.stream import Stream, StreamFeed
 from overtone.tasks.task import Task, Tensors, save_weights
 from overtone.tasks.text import NoText, Text, load_text
@@ -52,6 +54,8 @@ class ByteModel:
     vocabulary: int = BYTES
 
     def build(self) -> nn.Module:
+        if torch.get_default_device().type != "meta":  # where nothing takes any room
+            refuse_huge_model(self.size.parameters, self.name)
         return ByteTransformer(self.size)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
@@ -172,8 +176,3 @@ def _byte_model(size: Language) -> Architecture:
     return ByteModel(
         ModelSize(size.width or own.width, size.layers or own.layers, size.heads or own.heads, size.context)
     )
-
-
-def visible(text: str) -> str:
-    """Control characters spelt out, except the end of a line: a terminal would obey them."""
-    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

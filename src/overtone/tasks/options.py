@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from overtone.limits import SIZES, Limit, check
 from overtone.tasks.deal import TaskError
+
+MOST_SIDE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,13 @@ class Language:
     """Likewise."""
 
     def __post_init__(self) -> None:
-        for name in ("context", "width", "layers", "heads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise TaskError(f"{name}={value}: at least 1")
+        check(self, SIZES, TaskError)
+
+
+IMAGE = {
+    "side": Limit("pixels of an image's side", 1, MOST_SIDE),
+    "crop": Limit("pixels to shift training images by", 0, MOST_SIDE),
+}
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,13 @@ class Image:
     """Shift training images by up to this many pixels each way."""
 
     def __post_init__(self) -> None:
-        if self.side is not None and self.side < 1:
-            raise TaskError(f"side={self.side}: at least 1")
-        if self.crop < 0:
-            raise TaskError(f"crop={self.crop}: 0 or more")
+        check(self, IMAGE, TaskError)
+
+
+TASK = {
+    "skew": Limit("the share of the samples that is dealt in order", 0, 1),
+    "valid_samples": Limit("validation windows or images", 1, 10**9),
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class TaskOptions:
     image: Image = field(default_factory=Image)
 
     def __post_init__(self) -> None:
-        if self.valid_samples < 1:
-            raise TaskError(f"valid_samples={self.valid_samples}: at least 1")
-        if not 0.0 <= self.skew <= 1.0:
-            raise TaskError(f"skew={self.skew}: from 0 (random shards) to 1 (sorted ones)")
+        check(self, TASK, TaskError)
+        for name in ("task", "model", "data"):
+            if getattr(self, name) == "":
+                raise TaskError(f"{name}='': empty; give a name or a path, or leave it out")

@@ -15,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overtone.limits import refuse_beyond_memory
 from overtone.tasks.deal import TaskError
 from overtone.tasks.picture_source import Arrays, Parts, are_bytes, checked_labels
 from overtone.tasks.sources import needs
+
+RESIZED = 1024  # pictures at a time
 
 
 def digits(side: int | None) -> Parts:
@@ -130,8 +133,11 @@ def resized(pixels: Tensor, side: int) -> Tensor:
     """(n, channels, side, side): bilinear, and averaged over what a smaller picture's pixels cover."""
     if pixels.shape[2:] == (side, side):
         return pixels
+    count, channels = pixels.shape[:2]
+    room = (count * pixels.element_size() + 4 * min(count, RESIZED)) * channels * side * side
+    refuse_beyond_memory(room, f"side={side}: {count} images of that size", "use a smaller side", TaskError)
     made = []
-    for part in pixels.split(1024):
+    for part in pixels.split(RESIZED):
         small = F.interpolate(part.float(), size=(side, side), mode="bilinear", align_corners=False, antialias=True)
         made.append(small if pixels.is_floating_point() else small.round().clamp(0, 255).to(torch.uint8))
     return torch.cat(made)

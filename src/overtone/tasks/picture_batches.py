@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overtone.limits import refuse_beyond_memory
 from overtone.tasks.deal import TaskError
 from overtone.tasks.picture_source import Form, Source, surveyed
 
@@ -70,10 +71,12 @@ def shifted(raw: Tensor, by: Tensor, most: int) -> Tensor:
 
 def look_of(train: Source, form: Form) -> Look:
     """The mean and deviation of each channel over the training pictures, or over a sample of those to be decoded."""
-    rows = surveyed(train)
+    rows, at_once = surveyed(train), 16 if train.slow else 1024
+    room = 16 * min(len(rows), at_once) * form.channels * form.height * form.width
+    refuse_beyond_memory(room, f"images of {form.size}: to measure some of them", "give a smaller --side", TaskError)
     total, squares = torch.zeros(2, form.channels, dtype=torch.float64)
     scale = 1.0
-    for part in rows.split(16 if train.slow else 1024):
+    for part in rows.split(at_once):
         raw = train.raw(part, form)
         scale = 1.0 if raw.is_floating_point() else 1 / 255
         x = raw.to(torch.float64)

@@ -6,7 +6,6 @@ What lacks a validation part has a tenth of each class held out, the same one on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from overtone.tasks.picture_arrays import digits, idx, idx_file, npz
 from overtone.tasks.picture_batches import Look, look_of
 from overtone.tasks.picture_files import folder, saved
 from overtone.tasks.picture_source import FORMS, Arrays, Form, Parts, Source
-from overtone.tasks.sources import is_saved
+from overtone.tasks.sources import existing, is_saved
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,7 @@ def _found(data: str | None, side: int | None) -> tuple[str, Parts]:
             f"data {data}: images are not streamed from the hub; download them once with "
             f"datasets.load_dataset({data[4:]!r}).save_to_disk(FOLDER) and give the folder"
         )
-    path = Path(data)
-    if not path.exists():
-        raise TaskError(f"data {data}: no such file or folder; {FORMS}")
+    path = existing(data, FORMS)
     name = path.resolve().name
     if path.is_dir():
         if is_saved(path):

@@ -7,6 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from overtone.limits import refuse_beyond_memory
 from overtone.tasks.deal import TaskError
 
 VALID = ("validation", "valid", "val", "dev", "test")  # what a validation part is called, the likeliest first
@@ -22,6 +25,28 @@ def needs(library: str, purpose: str) -> Any:
 
 def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def refuse_huge_model(parameters: int, name: str) -> None:
+    """Weights alone where the rest lies on a GPU; on the CPU gradients and a state beside them."""
+    held = 4 if torch.cuda.is_available() else 12
+    what = f"model {name}: {parameters:,} parameters"
+    refuse_beyond_memory(held * parameters, what, "use a smaller one, or --dry-run to see its cost", TaskError)
+
+
+def existing(data: str, forms: str) -> Path:
+    """The file or folder that was named. A device or a pipe has no end: reading it would fill the memory."""
+    path = Path(data)
+    if not path.exists():
+        raise TaskError(f"data {data}: no such file or folder; {forms}")
+    if not (path.is_file() or path.is_dir()):
+        raise TaskError(f"data {data}: neither a file nor a folder; {forms}")
+    return path
+
+
+def refuse_no_tokenizer(file: Path) -> None:
+    if not file.is_file():
+        raise TaskError(f"tokenizer {file}: no such file; give a tokenizer.json of the tokenizers library")
 
 
 def parts_below(root: Path) -> tuple[Path | None, Path | None]:

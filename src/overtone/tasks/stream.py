@@ -19,6 +19,13 @@ from overtone.tasks.ending import close_at_exit
 from overtone.tasks.sources import first_line, named_splits, needs
 from overtone.tasks.text import Windows, too_short
 
+
+class StreamError(TaskError):
+    """A stream that broke off: no fault of what was typed."""
+
+    status = 1
+
+
 BLOCK = 1024  # windows of a stream that are shuffled together
 
 
@@ -92,7 +99,9 @@ class Stream:
             except TaskError:
                 raise
             except Exception as error:
-                raise TaskError(f"data {self.name}: {first_line(error)}; the stream cannot be read further") from error
+                raise StreamError(
+                    f"data {self.name}: {first_line(error)}; the stream cannot be read further"
+                ) from error
             if document is None:
                 return
             yield document

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from overtone.tasks.deal import TaskError
 from overtone.tasks.options import Language
-from overtone.tasks.sources import first_line, needs
+from overtone.tasks.sources import first_line, needs, refuse_huge_model
 from overtone.tasks.transformers_folders import read_config, save_pretrained
 
 # GPT-2 comes with dropout; it draws from torch's own dice, and a resumed run would draw others.
@@ -115,10 +115,13 @@ class CausalLM:
     name: str
     vocabulary: int
     config: Any
+    parameters: int = 0  # counted once, on no device
 
     def build(self) -> nn.Module:
         """With random weights from torch's own dice, on torch's default device."""
         library = needs("transformers", f"model {self.name}")
+        if torch.get_default_device().type != "meta":  # where nothing takes any room
+            refuse_huge_model(self.parameters, self.name)
         # The library picks torch's fused attention where the architecture has it; fp32 whatever the config says.
         model: nn.Module = library.AutoModelForCausalLM.from_config(
             self.config, dtype=torch.float32, trust_remote_code=False
@@ -151,12 +154,12 @@ def causal_lm(name: str, size: Language, *, vocabulary: int | None, end: int | N
     made = CausalLM(name, config.get_text_config().vocab_size, config)
     try:
         with torch.device("meta"):
-            made.build()
+            parameters = sum(p.numel() for p in made.build().parameters())
     except TaskError:
         raise
     except Exception as error:  # whatever an architecture finds wrong with its numbers, before data is read
         raise TaskError(f"model {name}: {first_line(error)}; it must be a causal language model's config") from error
-    return made
+    return replace(made, parameters=parameters)
 
 
 def nearest_first(name: str) -> list[str]:
