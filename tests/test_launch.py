@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from overtone.launch import Started, cause
+from overtone.launch import ReplicaError, Started, Wanted, _conclude, cause
 
 BROKEN = "rank 0 of 2: the exchange broke off: a replica died or the network was cut (Connection closed by peer)"
 HEARD = {"told": True}
@@ -63,3 +63,35 @@ def test_asked_to_stop_is_no_failure(tmp_path: Path) -> None:
     assert not replica(tmp_path, 0, 0).failed
     assert replica(tmp_path, 0, 1).failed
     assert replica(tmp_path, 0, -signal.SIGKILL).failed
+
+
+def how(started: list[Started], *signals: signal.Signals) -> str:
+    """How a launcher ends that was sent these."""
+    wanted = Wanted()
+    for number in signals:
+        wanted.hear(number, None)
+    try:
+        _conclude(started, wanted)
+    except SystemExit as stop:
+        return f"status {stop.code}"
+    except ReplicaError as error:
+        return f"{error.status}: {error}"
+    return "well"
+
+
+def test_how_a_launcher_ends(tmp_path: Path) -> None:
+    fine, stopped = replica(tmp_path, 0, 0), replica(tmp_path, 0, 128 + signal.SIGTERM)
+    heard = replica(tmp_path, 1, 1, BROKEN, **HEARD)
+    full = replica(tmp_path, 2, 1, "no space left")
+    typed = replica(tmp_path, 3, 2, "heads=5: must divide the width", status=2)
+    stuck = replica(tmp_path, 4, -signal.SIGKILL, killed=True)
+    assert how([fine, fine]) == "well"
+    assert how([fine, fine], signal.SIGTERM) == "well"  # it came too late
+    assert how([stopped, stopped]) == "status 143"
+    assert how([stopped, stopped], signal.SIGINT) == "status 130"
+    assert how([stopped, heard], signal.SIGTERM) == "status 143"  # before there was anything to save
+    assert how([stopped, full], signal.SIGTERM) == "1: rank 2: no space left"  # asked to stop, it could not save
+    assert how([heard, full]) == "1: rank 2: no space left"
+    assert how([heard, typed]) == "2: rank 3: heads=5: must divide the width"
+    assert how([stopped, stuck], signal.SIGTERM).startswith("1: rank 4 did not stop within")
+    assert how([heard, stuck], signal.SIGTERM, signal.SIGTERM) == "status 143"

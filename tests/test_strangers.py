@@ -150,7 +150,7 @@ def test_a_rendezvous_that_unpickles_is_warned_of(form: object, warned: int, tex
 
 def test_a_host_that_is_cut_off_is_named_on_every_other(text: Path, tmp_path: Path) -> None:
     """Its cable is pulled: no packet, no reset. The others name its rank; it names the one with the store."""
-    flags = ["--data", str(text), *SMALL, *LONG, "--timeout", "10", "--out", "run@"]
+    flags = ["--data", str(text), *SMALL, *LONG, "--timeout", "20", "--out", "run@"]
     with network(3) as hosts:
         commands = worlds_of(hosts, static(hosts), flags)
         commands = [[word.replace("@", str(number)) for word in command] for number, command in enumerate(commands)]

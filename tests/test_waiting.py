@@ -27,7 +27,8 @@ from running import Cold, Moment, Trial, before, running, wait_until
 from scenario import METHODS, backward, batches, build
 
 FROZEN = 1
-PATIENT = 8.0  # seconds
+PATIENT = 8.0  # seconds, where all have been together a moment ago
+PATIENT_AT_START = "20"  # seconds, where processes have yet to import everything
 TINY = ("--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--valid-samples", "8", "--batch", "2")
 PACE = ("--steps", "24", "--every", "4", "--checkpoint-every", "3", "--eval-every", "5", "--log-every", "1")
 
@@ -163,7 +164,7 @@ def trial(tmp_path: Path) -> Trial:
 )
 def test_a_frozen_replica_ends_the_run_with_the_true_cause(moment: Moment, trial: Trial) -> None:
     """The launcher kills it in the end, and does not call that the cause."""
-    ended = trial.stopped_at(moment, "--timeout", str(PATIENT))
+    ended = trial.stopped_at(moment, "--timeout", PATIENT_AT_START)
     assert ended.status == 1, ended
     (line,) = [line for line in ended.said.splitlines() if line.startswith("overtone: ")]
     assert "rank 1 did not answer for" in line, line

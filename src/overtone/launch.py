@@ -207,6 +207,11 @@ class Started:
             return found
         return {}
 
+    @property
+    def only_heard(self) -> bool:
+        """It failed since another one did, or left."""
+        return not self.killed and bool(self.said().get("told"))
+
     def end(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
@@ -233,24 +238,34 @@ class Wanted:
 
 def spawn(arguments: Sequence[str], *, replicas: int, threads: int) -> None:
     """``python -m overtone …`` as each of K replicas, until all are done. What one of them died of is raised here."""
+    started: list[Started] = []
     with tempfile.TemporaryDirectory(prefix="overtone-") as place, _hearing() as wanted:
-        started = [_start(arguments, rank, replicas, threads, Path(place)) for rank in range(replicas)]
         try:
+            started.extend(_start(arguments, rank, replicas, threads, Path(place)) for rank in range(replicas))
             _watch(started, wanted)
         finally:
             for replica in started:
                 replica.kill()
                 replica.process.wait()
-        if wanted.again:
-            say("ended at once by a second signal; --resume goes on from the last checkpoint")
-        if wanted.first and (wanted.again or any(replica.stopped or replica.killed for replica in started)):
-            sys.exit(128 + wanted.first)
-        if all(replica.stopped for replica in started if replica.status):
-            told = [replica.status for replica in started if replica.status]
-            if told:  # a replica was asked to stop, and all did
-                sys.exit(max(told) if max(told) > 0 else 128 + signal.SIGTERM)
-            return
+        _conclude(started, wanted)
+
+
+def _conclude(started: Sequence[Started], wanted: Wanted) -> None:
+    """All have ended: well, as they were asked to, or by a failure, which is raised."""
+    if wanted.first and wanted.again:
+        say("ended at once by a second signal; --resume goes on from the last checkpoint")
+        sys.exit(128 + wanted.first)
+    failed = [replica for replica in started if replica.failed]
+    if wanted.first and all(replica.only_heard for replica in failed):
+        # Before there is anything to save replicas leave at once, and the others may see their connections break.
+        failed = []
+    if failed:
         raise cause(started)
+    stopped = [replica.status for replica in started if replica.status and replica.stopped]
+    if wanted.first and any(replica.status for replica in started):
+        sys.exit(128 + wanted.first)
+    if stopped:  # a replica was asked to stop, and all did
+        sys.exit(max(stopped) if max(stopped) > 0 else 128 + signal.SIGTERM)
 
 
 @contextmanager
@@ -289,7 +304,7 @@ def _world(rank: int, replicas: int) -> Mapping[str, str]:
 def _watch(started: Sequence[Started], wanted: Wanted) -> None:
     """Until all have ended: pass signals on; when one has failed the others may tell why they end, and are killed."""
     asked = failed = 0.0
-    while any(replica.process.poll() is None for replica in started):
+    while None in [replica.process.poll() for replica in started]:
         now = time.monotonic()
         for replica in started:
             if replica.status is not None:
@@ -320,7 +335,7 @@ def cause(started: Sequence[Started]) -> ReplicaError:
     the others are gone. What this launcher killed itself is no cause, but may be what the others complain of."""
     found = [replica for replica in started if replica.failed and not replica.killed]
     found = found or [replica for replica in started if replica.killed]
-    first = min(found, key=lambda one: (one.said().get("told", False), one.ended, one.rank))
+    first = min(found, key=lambda one: (one.only_heard, one.ended, one.rank))
     died = [replica for replica in found if (replica.status or 0) < 0 and not replica.killed]
     if died:
         first = min(died, key=lambda one: (one.ended, one.rank))

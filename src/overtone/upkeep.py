@@ -125,6 +125,7 @@ class Pulse:
         self.asked = asked
         self._next = step + 1  # the first step after which this replica can still stop
         self._stop: tuple[str, int] | None = None  # which signal, and after which step
+        self._trained = False
         self._said = 0
         self._begun: Begun | None = None
         self._due = 0.0
@@ -150,6 +151,7 @@ class Pulse:
         """Training is over on all ranks: nothing may be under way when the processes part."""
         if self._way is None:
             return
+        self._trained = True
         self.upkeep.tell("trained")  # until all have come here, they may still ask
         self.upkeep.transport.watchdog.idle = lambda: None  # type: ignore[union-attr]
         if self._said < max(self.upkeep.tell(self._said)):
@@ -169,8 +171,9 @@ class Pulse:
         self._due = time.monotonic() + SECONDS
         if asked := max(letter.body[0] for letter in heard):
             self._begin()
-            agreed = self._heard(wait=True) or []
-            self._stop = signal.Signals(asked).name, max(letter.header.steps for letter in agreed)
+            # Who has trained to the end answers, and need not know: others may be past waiting for its next word.
+            agreed = [] if self._trained else self._heard(wait=True) or []
+            self._stop = signal.Signals(asked).name, max([self._next, *(letter.header.steps for letter in agreed)])
 
     def _begin(self) -> None:
         assert self._way is not None
