@@ -24,12 +24,12 @@ class Ended:
         return self.returncode
 
 
-def replica(folder: Path, rank: int, status: int, words: str = "", at: float = 0, **said: Any) -> Started:
+def replica(folder: Path, rank: int, code: int, words: str = "", at: float = 0, **said: Any) -> Started:
     killed = said.pop("killed", False)
     file = folder / f"words-{rank}"
     if words:
         file.write_text(json.dumps({"message": words, "told": False, **said}))
-    return Started(rank, cast(Popen[bytes], Ended(status)), file, ended=at, killed=killed)
+    return Started(rank, cast(Popen[bytes], Ended(code)), file, ended=at, killed=killed)
 
 
 @pytest.mark.parametrize(
