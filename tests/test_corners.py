@@ -84,7 +84,7 @@ def test_a_round_that_broke_off_is_made_up_for(name: str) -> None:
     failed and came again must neither lose the drift nor count it twice."""
     method = METHODS[name]
     method = replace(method, rule=replace(method.rule, lr=1.0, momentum=0.0), drain=0)
-    broken = Replica(*build(0), method, Flaky(fails=4))
+    broken = Replica(*build(0), method, Flaky(fails=6))
     model, inner = build(0)
     failures = 0
     for batch, _ in zip(batches(0), range(8), strict=False):

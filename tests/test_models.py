@@ -228,7 +228,7 @@ def test_arguments_of_another_kind() -> None:
             replica.step(clip=clip)  # type: ignore[arg-type]
     assert replica.step(clip=1) is not None
     for numbers, told in (
-        ({"momentum": "x"}, "momentum='x': a number from 0 to 1"),
+        ({"momentum": "x"}, "momentum='x': must be a number in"),
         ({"lr": "x"}, "lr='x': the outer learning rate is a number"),
         ({"carry": None}, "carry=None: a number"),
         ({"every": True}, "every=True: local steps between rounds"),

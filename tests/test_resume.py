@@ -360,7 +360,7 @@ def test_asked_to_stop_it_saves_first(trial: Trial, unbroken: Trial) -> None:
         (before("replica:Replica._absorb", step=4, does="interrupt launcher"), 4, "SIGINT"),
         (after("session:measure", step=10, does="terminate launcher"), 10, "SIGTERM"),
         (after("replica:Replica._propose", rank=1, step=16, does="terminate launcher"), 16, "SIGTERM"),
-        (before(loss, rank=1, step=20, does="interrupt launcher"), 21, "SIGINT"),
+        (before(loss, rank=1, step=21, does="interrupt launcher"), 22, "SIGINT"),
     ):
         ended = attentive.stopped_at(moment)
         assert ended.status == 128 + signal.Signals[name], ended

@@ -5,6 +5,7 @@ Replicas that `overtone train` started on this machine meet in a file; those of 
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -85,12 +86,19 @@ def _join(place: Place, timeout: float | None) -> None:
         board.arrive()
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=FOREVER)
 
+    atexit.register(_part)
     try:
         watchdog.call(met, limit, board.missing, "joining")
     except PeerError:
         raise
     except RuntimeError as error:
         raise PeerError(f"rank {place.rank} of {place.size}: could not join the others ({error})") from error
+
+
+def _part() -> None:
+    """The group's threads end before the interpreter does: one that frees a tensor later aborts the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _meet(place: Place) -> Any:

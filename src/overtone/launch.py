@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -121,26 +121,19 @@ def in_world(work: Callable[[], T]) -> T:
             traceback.print_exc()
         elif not is_ours():
             say(f"rank {os.environ['RANK']}: {error}")
-        _end(1)
+        _end(error.status if isinstance(error, OvertoneError) else 1)
     except SystemExit as stop:
-        if is_replica() and not getattr(stop, "orderly", False):
+        if is_replica():
             _end(stop.code if isinstance(stop.code, int) else 1)
-        _leave()
         raise
-    _leave()
     return result
 
 
-def _end(status: int) -> None:
-    """At once. An ordinary exit waits for, or is aborted by, the threads of a process group that has lost its peers."""
+def _end(status: int) -> NoReturn:
+    """At once. An ordinary exit waits for, or is aborted by, the threads of a process group whose peers are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def warn_of_open_rendezvous() -> None:

@@ -102,11 +102,16 @@ class Torch:
         self.size = dist.get_world_size(group)
         self.peers = range(self.size)
         self.ledger = ledger or Ledger()
-        self._collectives = _of(group)
         on_gpu = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         name = str(self._collectives.group_name)
         self.watchdog = Watchdog(Board(_store(), f"{name}.{next(_boards[name])}", self.rank, self.size), timeout)
+
+    @property
+    def _collectives(self) -> Any:
+        # Asked for each time: who holds the default group keeps its threads alive beyond destroy_process_group(), and
+        # a thread that frees a tensor while the interpreter ends aborts the process.
+        return _of(self.group)
 
     def branch(self) -> Torch:
         """Another way to the same peers, with an order of its own: what is said there does not wait for the rounds. Its
@@ -228,9 +233,9 @@ def _is_done(work: Any, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # it has ended since: well, or with an error of its own
     return True
 
 
