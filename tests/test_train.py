@@ -603,7 +603,7 @@ def test_mistakes_get_one_line(
 def test_a_replica_s_mistake_is_told_once_with_its_rank(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("word " * 60)
     done = overtone_train("--out", str(tmp_path / "run"), "--data", str(tmp_path / "short.txt"), "--batch", "2")
-    assert done.returncode == 1
+    assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
     assert line.startswith("overtone: rank ")
     assert "4 training samples give each of 2 replicas 2" in line or "fewer than one batch" in line or "needs" in line

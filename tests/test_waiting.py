@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import overtone
 import worlds
-from overtone import Replica, watchdog
+from overtone import Replica, transport, watchdog
 from overtone.board import Board
 from overtone.errors import MethodError, PeerError
 from overtone.transport import Torch
@@ -135,6 +135,28 @@ def test_the_default_follows_from_how_long_rounds_take(monkeypatch: pytest.Monke
     dog.wait(lambda _: True, dog.limit())
     assert dog.limit() == ROUNDS * 2000  # and in later rounds too
     assert Watchdog(Board(None, "x", 0, 2), timeout=5.0).limit(10**12) == 5.0
+
+
+class Work:
+    """A collective that ends between the end of a wait and the next look."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> None:
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_what_ends_just_after_a_slice_has_not_failed() -> None:
+    assert transport._is_done(Work(), 0.1)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        transport._is_done(Work("closed by peer"), 0.1)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "a", True, 1e9])
