@@ -80,7 +80,9 @@ def how(started: list[Started], *signals: signal.Signals) -> str:
 
 
 def test_how_a_launcher_ends(tmp_path: Path) -> None:
-    fine, stopped = replica(tmp_path, 0, 0), replica(tmp_path, 0, 128 + signal.SIGTERM)
+    fine = replica(tmp_path, 0, 0)
+    stopped = replica(tmp_path, 5, 128 + signal.SIGTERM, "-", saved=True)
+    left = replica(tmp_path, 6, -signal.SIGINT)
     heard = replica(tmp_path, 1, 1, BROKEN, **HEARD)
     full = replica(tmp_path, 2, 1, "no space left")
     typed = replica(tmp_path, 3, 2, "heads=5: must divide the width", status=2)
@@ -89,9 +91,11 @@ def test_how_a_launcher_ends(tmp_path: Path) -> None:
     assert how([fine, fine], signal.SIGTERM) == "well"  # it came too late
     assert how([stopped, stopped]) == "status 143"
     assert how([stopped, stopped], signal.SIGINT) == "status 130"
-    assert how([stopped, heard], signal.SIGTERM) == "status 143"  # before there was anything to save
+    assert how([left, heard], signal.SIGTERM) == "status 143"  # before there was anything to save
+    assert how([left, heard]) == how([left, stuck]) == "status 130"  # one alone, and the others could not go on
     assert how([stopped, full], signal.SIGTERM) == "1: rank 2: no space left"  # asked to stop, it could not save
     assert how([heard, full]) == "1: rank 2: no space left"
     assert how([heard, typed]) == "2: rank 3: heads=5: must divide the width"
-    assert how([stopped, stuck], signal.SIGTERM).startswith("1: rank 4 did not stop within")
+    assert how([stopped, stuck], signal.SIGTERM).startswith("1: rank 4 did not end within")
     assert how([heard, stuck], signal.SIGTERM, signal.SIGTERM) == "status 143"
+    assert how([fine, stuck]).startswith("1: rank 4 did not end within")  # frozen after its last word

@@ -39,6 +39,11 @@ WORDS = "OVERTONE_WORDS"  # … and the file for what they die of
 PATIENCE = 600.0  # seconds that replicas have to save before they are killed
 GRACE = 5.0  # seconds in which the others may tell why they end, after one has failed
 LOOK = 0.05  # seconds between two looks at the replicas
+# A replica imports for seconds before it can hear a signal: a Ctrl-C meanwhile shall end it without a traceback.
+START = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); sys.argv.pop(0); "
+    "from overtone.cli import main; main()"
+)
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
@@ -103,8 +108,11 @@ def one_replica(config: Run, *, resume: bool) -> None:
             transport.leave(in_words(error))
             raise
 
-    with listening() as asked:
+    # A launcher passes signals on, and may not be the only one who sends them; it ends everything by other means.
+    with listening(repeats=not is_ours()) as asked:
         in_world(work)
+        if is_replica():
+            _end(0)  # in here, where a late signal finds a handler that knows there is nothing left to stop
 
 
 def in_world(work: Callable[[], T]) -> T:
@@ -120,10 +128,11 @@ def in_world(work: Callable[[], T]) -> T:
         if not isinstance(error, OvertoneError):
             traceback.print_exc()
         elif not is_ours():
-            say(f"rank {os.environ['RANK']}: {error}")
+            say(_of_rank(os.environ["RANK"], str(error)))
         _end(error.status if isinstance(error, OvertoneError) else 1)
     except SystemExit as stop:
         if is_replica():
+            _leave_note(saved=getattr(stop, "saved", False))
             _end(stop.code if isinstance(stop.code, int) else 1)
         raise
     return result
@@ -187,7 +196,18 @@ class Started:
     @property
     def stopped(self) -> bool:
         """It had nothing against it: it was asked by a signal."""
-        return self.status in {128 + number for number in STOPPING} | {-signal.SIGTERM}
+        return self.status in {128 + number for number in STOPPING} | {-number for number in STOPPING}
+
+    @property
+    def left(self) -> bool:
+        """It was stopped before there was anything to save: the others cannot go on, and wait for it."""
+        return self.stopped and not self.said().get("saved", False)
+
+    @property
+    def code(self) -> int:
+        """The exit status that a shell gives to a signal, however the replica ended by it."""
+        status = self.status or 0
+        return status if status > 0 else 128 - status
 
     @property
     def failed(self) -> bool:
@@ -249,16 +269,15 @@ def _conclude(started: Sequence[Started], wanted: Wanted) -> None:
         say("ended at once by a second signal; --resume goes on from the last checkpoint")
         sys.exit(128 + wanted.first)
     failed = [replica for replica in started if replica.failed]
-    if wanted.first and all(replica.only_heard for replica in failed):
-        # Before there is anything to save replicas leave at once, and the others may see their connections break.
-        failed = []
-    if failed:
+    stopped = [replica for replica in started if replica.stopped]
+    # Where one has left by a signal the others see connections break, or wait for it until they are killed.
+    follow = any(replica.left for replica in stopped)
+    if any(not replica.only_heard and not (replica.killed and follow) for replica in failed) or (
+        failed and not stopped
+    ):
         raise cause(started)
-    stopped = [replica.status for replica in started if replica.status and replica.stopped]
-    if wanted.first and any(replica.status for replica in started):
-        sys.exit(128 + wanted.first)
-    if stopped:  # a replica was asked to stop, and all did
-        sys.exit(max(stopped) if max(stopped) > 0 else 128 + signal.SIGTERM)
+    if stopped:
+        sys.exit(128 + wanted.first if wanted.first else max(replica.code for replica in stopped))
 
 
 @contextmanager
@@ -284,7 +303,7 @@ def _start(arguments: Sequence[str], rank: int, replicas: int, threads: int, pla
     }
     if loopback := LOOPBACK.get(sys.platform):
         env["GLOO_SOCKET_IFNAME"] = loopback  # whatever the host's own name leads to: these replicas are all here
-    command = [sys.executable, "-m", "overtone", *arguments]
+    command = [sys.executable, "-c", START, "overtone", *arguments]
     # A session of its own: a Ctrl-C is passed on once, by this launcher, and not heard twice.
     return Started(rank, Popen(command, env=env, start_new_session=True), words)
 
@@ -310,12 +329,12 @@ def _watch(started: Sequence[Started], wanted: Wanted) -> None:
             for replica in started:
                 replica.end(number)
         wanted.fresh.clear()
-        if any(replica.failed for replica in started):
+        if any(replica.failed or replica.left for replica in started):
             failed = failed or now
         if (failed and now > failed + GRACE) or (asked and now > asked + PATIENCE):
             return
-        if not asked and any(replica.stopped for replica in started):
-            asked = now
+        if any(replica.status is not None for replica in started):  # they end together, or one is frozen
+            asked = asked or now
         time.sleep(LOOK)
 
 
@@ -337,10 +356,15 @@ def cause(started: Sequence[Started]) -> ReplicaError:
             f"rank {first.rank} was killed by {name}, and the others stopped; --resume goes on from the last checkpoint"
         )
     if first.killed:
-        return ReplicaError(f"rank {first.rank} did not stop within {PATIENCE:.0f} s and was killed")
+        return ReplicaError(f"rank {first.rank} did not end within {PATIENCE:.0f} s of the others and was killed; "
+                            "--resume goes on from the last checkpoint")  # fmt: skip
     said = first.said()
     words = str(said.get("message", f"ended with status {first.status} and without a word"))
-    return ReplicaError(f"rank {first.rank}: {words.removeprefix(f'rank {first.rank}: ')}", int(said.get("status", 1)))
+    return ReplicaError(_of_rank(first.rank, words), int(said.get("status", 1)))
+
+
+def _of_rank(rank: object, words: str) -> str:
+    return f"rank {rank}: {words.removeprefix(f'rank {rank}: ')}"
 
 
 # -- in a replica ------------------------------------------------------------------------------------------------------
@@ -355,16 +379,21 @@ def _die_with_parent() -> None:
             sys.exit(1)
 
 
+def _leave_note(**said: Any) -> None:
+    """For a launcher of ours."""
+    if path := os.environ.get(WORDS):
+        Path(path).write_text(json.dumps(said))
+
+
 def in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, OvertoneError) else printable(f"{type(error).__name__}: {error}")
 
 
 def confess(error: BaseException) -> None:
     """Leave the reason where the launcher looks for it: ours, or torch's."""
-    if path := os.environ.get(WORDS):
+    if WORDS in os.environ:
         status = error.status if isinstance(error, OvertoneError) else 1
-        said: dict[str, Any] = {"message": in_words(error), "told": isinstance(error, ToldError), "status": status}
-        Path(path).write_text(json.dumps(said))
+        _leave_note(message=in_words(error), told=isinstance(error, ToldError), status=status)
     elif path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": in_words(error), "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": said}))

@@ -37,6 +37,8 @@ TOLD_AGAIN = {"metrics", "sample", "shares", "bytes_sent", "rounds"}  # of how a
 class Stopped(SystemExit):
     """A signal asked the run to stop, and everything was saved."""
 
+    saved = True
+
     def __init__(self, name: str) -> None:
         super().__init__(128 + signal.Signals[name])
 

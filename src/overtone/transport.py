@@ -121,7 +121,8 @@ class Torch:
         def made() -> Any:
             return dist.new_group(members, timeout=FOREVER, backend="gloo", use_local_synchronization=True)
 
-        group = self.watchdog.call(made, self.watchdog.limit(), self.watchdog.board.absent, "joining once more")
+        with self._exchanging():
+            group = self.watchdog.call(made, self.watchdog.limit(), self.watchdog.board.absent, "joining once more")
         return Torch(group, timeout=self.watchdog.timeout, ledger=self.ledger)
 
     def leave(self, words: str) -> None:
@@ -181,6 +182,7 @@ class Torch:
         work = self._collectives.allgather([heard], [buffer], options)
         with self.ledger.during("upkeep"):
             self.ledger.gathered(len(message), self.size)
+        self.watchdog.board.enter()
         return Begun(self, work, heard)
 
     def sum(self, buffer: Tensor) -> Tensor:
@@ -222,7 +224,7 @@ class Begun:
         with self.transport._exchanging():
             if wait:
                 watchdog = self.transport.watchdog
-                watchdog.wait(lambda seconds: _is_done(self._work, seconds), watchdog.limit())
+                watchdog.wait(lambda seconds: _is_done(self._work, seconds), watchdog.limit(), begun=True)
             elif not self._work.is_completed() or not _is_done(self._work, 0.0):
                 return None
         return [tensor_bytes(one) for one in self._heard]

@@ -92,15 +92,15 @@ def heeded() -> list[signal.Signals]:
 
 
 @contextmanager
-def listening() -> Iterator[Asked]:
-    """A signal asks for a stop after everything was saved; a second one does not wait, nor does one before there is
-    anything to save. A signal that is ignored, as under nohup, stays ignored."""
+def listening(*, repeats: bool = True) -> Iterator[Asked]:
+    """A signal asks for a stop after everything was saved; a second one does not wait (unless ``repeats`` mean
+    nothing), nor does one before there is anything to save. What is ignored, as under nohup, stays ignored."""
     asked = Asked()
 
     def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        if asked.name or not asked.has_something_to_save:
+        if not asked.has_something_to_save or (asked.name and repeats):
             sys.exit(128 + number)
-        asked.name = signal.Signals(number).name
+        asked.name = asked.name or signal.Signals(number).name
 
     before = {number: signal.signal(number, ask) for number in heeded()}
     try:

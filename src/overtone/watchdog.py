@@ -59,12 +59,15 @@ class Watchdog:
         limit: float,
         missing: Callable[[], Mapping[int, str]] | None = None,
         what: str = "the exchange",
+        *,
+        begun: bool = False,
     ) -> None:
         """Until ``done(seconds)``, which waits that long, says so. ``missing`` tells who is waited for, and why it is
-        thought so; by default the board does."""
+        thought so; by default the board does. ``begun``: the board knows of this exchange already."""
         begin, since = time.monotonic(), time.strftime("%H:%M:%S")
         missing = missing or self.board.absent
-        self.board.enter()
+        if not begun:
+            self.board.enter()
         notice = NOTICE
         soon, period = min(SOON, limit / 4), min(PERIOD, limit / 8)
         try:
@@ -122,7 +125,7 @@ class Watchdog:
         if absent:
             words += f": {'; '.join(dict.fromkeys(absent.values()))}. Stopped, far too slow, or cut off"
         else:
-            words += ". All that can be seen is that somebody is stopped, or a link is cut"
+            words += ". Nobody is seen to be missing: perhaps a link between two of the others is cut"
         self.board.leave(words)
         raise PeerError(f"rank {self.board.rank}: {words}; no weight was touched. Restart all from a checkpoint, or "
                         "allow more time (--timeout, connect(timeout=))")  # fmt: skip
