@@ -131,7 +131,7 @@ def _base(arguments: Sequence[str]) -> Run:
             raise ConfigError(f"out={out}: a resumed run stays where it is, in {resume}; leave --out away")
         rundir.refuse_unused(Path(resume), "resume")
         run = replace(settings.load(Path(resume) / rundir.CONFIG, run), out=Path(resume))
-        if _value_of(arguments, "--task") is None and "--trust-task" not in arguments:
+        if _value_of(arguments, "--task") is None and not {"--trust-task", "--trust_task"} & {*arguments}:
             refuse_untrusted(run.task, Path(resume), "resume")
     if config is not None:
         run = settings.load(Path(config), run)

@@ -8,7 +8,7 @@ leaves every buffer to its replica.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +76,12 @@ class Buffers:
 
     def changed(self) -> str:
         """A complaint about buffers that are not there as at the start. A module may replace one by another of the same
-        shape."""
+        shape, and may make one that is not saved, such as a cache."""
         named = self.named()
+        if self.policy == "shared":
+            for name in _saved(self.model):
+                if name not in self._shapes:
+                    return f"buffer {name} was added after the Replica was built; build a new one for the larger model"
         for name, shape in self._shapes.items():
             if name not in named or named[name].shape != shape:
                 return f'buffer {name} was removed or resized; build the Replica with buffers="private"'
@@ -152,6 +156,14 @@ def _sound(value: Tensor, shared: Tensor, name: str) -> Tensor:
 def _has_become_infinite(value: Tensor, shared: Tensor) -> bool:
     """Some value is not finite in fp32, as which it travels, and was not so before."""
     return bool((~torch.isfinite(value.float()) & ~_same(value, shared)).any())
+
+
+def _saved(model: nn.Module) -> Iterator[str]:
+    """The buffers that are part of a `state_dict`, by name."""
+    for place, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield plain_name(f"{place}.{name}" if place else name)
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:

@@ -294,6 +294,8 @@ def _check_writable(path: Path, flag: str = "json") -> None:
         raise ConfigError(f"{flag} {path}: there is no directory {path.parent}; create it first")
     if path.is_dir():
         raise ConfigError(f"{flag} {path}: is a directory; give the name of a file")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{flag} {path}: a device or a pipe, which would be replaced; give the name of a file")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{flag} {path}: no permission to write into {path.parent}")
 

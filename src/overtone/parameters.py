@@ -18,7 +18,10 @@ WRAPPERS = {
     "FullyShardedDataParallel": "holds a shard of the weights on each rank",
     "FSDPModule": "holds a shard of the weights on each rank",
 }
-SHARDED_OPTIMISER = "ZeroRedundancyOptimizer"
+OPTIMISERS = {
+    "ZeroRedundancyOptimizer": "broadcasts weights between ranks by itself",
+    "PostLocalSGDOptimizer": "averages weights between ranks by itself",
+}
 SHARDED_TENSOR = "DTensor"
 
 
@@ -34,6 +37,8 @@ class Parameters:
         for name, p in self.all.items():
             if why := unfit(p):
                 raise ModelError(f"parameter {name}: {why}")
+        _refuse_aliases(self.all)
+        self._shapes = {name: p.shape for name, p in self.all.items()}
         self._refuse_unfit_for_exchange()
         self._held = _held(inner)
         self._refuse_foreign()
@@ -43,10 +48,10 @@ class Parameters:
         if not self.trainable:
             raise ModelError("model: no parameter requires a gradient, so there is nothing to train or exchange")
         for name, p in self.trainable.items():
-            if not p.is_floating_point():
+            if not p.is_floating_point() or p.element_size() == 1:  # nothing adds up in eight bits
                 raise ModelError(
-                    f"parameter {name}: is {p.dtype}; only real floating-point numbers can be exchanged: split it into "
-                    "real ones, or freeze it"
+                    f"parameter {name}: is {p.dtype}; only real floating-point numbers can be exchanged, of 16 bits or "
+                    "more: convert it, or freeze it"
                 )
         if not any(p.numel() for p in self.trainable.values()):
             raise ModelError(
@@ -75,13 +80,23 @@ class Parameters:
         """The exchanged parameters, detached: to read and to write."""
         return [p.detach() for p in self.trainable.values()]
 
-    def changed(self) -> str:
+    @property
+    def frozen(self) -> list[Tensor]:
+        """Those that are not exchanged."""
+        return [p.detach() for name, p in self.all.items() if name not in self.trainable]
+
+    def changed(self, model: nn.Module, inner: torch.optim.Optimizer) -> str:
         """A complaint about parameters that are not those of the start: others would train unheard, and what is heard
         would go where nobody looks."""
+        if model is not self._model or inner is not self._inner:
+            return "model or inner was replaced by another after the Replica was built; build a new Replica"
         changed = _changed(self.all, _named(self._model))
         if changed:
             return f"parameter {changed}"
         for name, p in self.all.items():
+            if p.shape != self._shapes[name]:
+                was = tuple(self._shapes[name])
+                return f"parameter {name} is {tuple(p.shape)} and was {was}; build a new Replica for another model"
             if p.requires_grad and name not in self.trainable:
                 return f"parameter {name} became trainable after the Replica was built; unfreeze it before"
         if _held(self._inner).keys() != self._held.keys():
@@ -164,17 +179,15 @@ def _refuse_wrappers(model: nn.Module, inner: torch.optim.Optimizer) -> None:
                 f"model: {where} is wrapped in {wrapper}, which {WRAPPERS[wrapper]}; pass the plain module, whole on "
                 "every rank"
             )
-    for name, p in model.named_parameters():
-        if SHARDED_TENSOR in _torch_classes(p):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if SHARDED_TENSOR in _torch_classes(tensor):
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ModelError(
-                f"parameter {name}: is a {SHARDED_TENSOR}, spread over several ranks; pass the plain module, whole on "
+                f"{kind} {name}: is a {SHARDED_TENSOR}, spread over several ranks; pass the plain module, whole on "
                 "every rank"
             )
-    if SHARDED_OPTIMISER in _torch_classes(inner):
-        raise ModelError(
-            f"inner: is a {SHARDED_OPTIMISER}, which broadcasts weights between ranks by itself; pass the plain "
-            "optimiser"
-        )
+    for kind in _torch_classes(inner) & OPTIMISERS.keys():
+        raise ModelError(f"inner: is a {kind}, which {OPTIMISERS[kind]}; pass the plain optimiser")
 
 
 def _torch_classes(thing: object) -> set[str]:
@@ -191,8 +204,24 @@ def _held(inner: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
     return {id(p): p for group in inner.param_groups for p in group["params"]}
 
 
+def _refuse_aliases(named: Mapping[str, nn.Parameter]) -> None:
+    """Two parameters with one memory: their drift would count twice. (Tied ones are one parameter, and fine.)"""
+    places: dict[tuple[torch.device, int], str] = {}
+    for name, p in named.items():
+        if p.numel() and (other := places.setdefault((p.device, p.data_ptr()), name)) != name:
+            raise ModelError(
+                f"parameters {other} and {name}: share their memory, but are not one parameter; tie them by assigning "
+                "the same nn.Parameter to both"
+            )
+
+
 def _changed(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> str:
-    """Which parameter is another object than before. A new name alone is no other parameter."""
+    """Which parameter is another object than before. New names alone make no other parameters; the same names in other
+    places do."""
+    if before.keys() == now.keys():
+        swapped = next((name for name, p in now.items() if p is not before[name]), "")
+        if swapped and {id(p) for p in now.values()} == {id(p) for p in before.values()}:
+            return f"{swapped} changed its place with another after the Replica was built; build a new Replica"
     known, present = ({id(p) for p in named.values()} for named in (before, now))
     for name, p in now.items():
         if id(p) not in known and name in before:

@@ -147,19 +147,19 @@ class Replica:
         if self._showing_anchor:
             raise ModelError("anchor: the model shows it already; leave the first `with replica.anchor()` first")
         self.refuse_changes("anchor")
-        shared = self.parameters.tensors if "anchor" in self.state else []
-        floats = self.buffers.float_tensors()
-        own = [t.clone() for t in (*shared, *floats)]
+        own = [t.clone() for t in self._shown_tensors()]
         if self.method.consensus:
-            if shared:
-                self.layout.write(self.state["anchor"], shared)
+            if "anchor" in self.state:
+                self.layout.write(self.state["anchor"], self.parameters.tensors)
             self.buffers.put(self.buffers.shared)
         self._showing_anchor = True
         try:
             yield self.model
         finally:
             self._showing_anchor = False
-            for tensor, mine in zip((*shared, *floats), own, strict=True):
+            self.refuse_changes("anchor")
+            # Asked for anew: `model.to(...)` in there has given the weights other memory.
+            for tensor, mine in zip(self._shown_tensors(), own, strict=True):
                 tensor.copy_(mine)
 
     def local_step(
@@ -332,19 +332,23 @@ class Replica:
         return rounds
 
     def _closing(self) -> Talk[None]:
-        """The last words: all replicas hold the same weights. Hosts that round D⁻¹ differently (another type of CPU,
-        another library) get other weights from one anchor; then those of the first replica count."""
+        """The last words: all replicas hold the same model. Where they do not, the first replica's counts: hosts that
+        round D⁻¹ differently (another type of CPU, another library) get other weights from one anchor, and frozen
+        parameters and statistics may have changed on their own since they were last equal."""
         anchor, weights = self.anchor_tensors(), self.parameters.tensors
         if "anchor" in self.state and not self._changes():
             self.show(self.state["anchor"])
-        heard = yield from self._finish([*anchor, *weights] if "anchor" in self.state else weights)
-        if len(set(_anchors(heard).values())) == 1 and not heard.left_out:
+        rest = [*self.parameters.frozen, *self.buffers.float_tensors()]
+        heard = yield from self._finish([*anchor, *weights, *rest] if "anchor" in self.state else [*weights, *rest])
+        if _are_equal(heard):
             return
         heard = yield from self._finish(anchor)
         agreement.compare_anchors(self.rounds, _anchors(heard), of_weights="anchor" not in self.state)
-        yield Broadcast(weights)
+        heard = yield from self._finish(rest)
+        yield Broadcast(weights if _are_equal(heard) else [*weights, *rest])
         self.signal.begin()
-        heard = yield from self._finish(weights)
+        self.buffers.remember()
+        heard = yield from self._finish([*weights, *rest])
         agreement.compare_last_weights(_anchors(heard))
 
     def _finish(self, tensors: Sequence[Tensor]) -> Talk[Heard]:
@@ -375,9 +379,13 @@ class Replica:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
+    def _shown_tensors(self) -> list[Tensor]:
+        """What `anchor` replaces, and what an evaluation may change."""
+        return [*(self.parameters.tensors if "anchor" in self.state else []), *self.buffers.tensors()]
+
     def _changes(self) -> str:
         """Why model and optimiser are not those that the replica was built with any more, if they are not."""
-        return self.parameters.changed() or self.buffers.changed()
+        return self.parameters.changed(self.model, self.inner) or self.buffers.changed()
 
     def refuse_changes(self, verb: str) -> None:
         """The same where no exchange is under way in which to tell the others; they hear of it in the next."""
@@ -409,6 +417,10 @@ class Replica:
 
     def _loss_scale(self) -> float:
         return 1.0 if self.signal.inner_first else self._inner_step.scale
+
+
+def _are_equal(heard: Heard) -> bool:
+    return len(set(_anchors(heard).values())) == 1 and not heard.left_out
 
 
 def _anchors(heard: Heard) -> dict[int, bytes]:

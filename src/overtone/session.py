@@ -348,7 +348,7 @@ class Session:
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The first key under which two differ; empty if none."""
-    return next((key for key in {**one, **other} if one.get(key) != other.get(key)), "")
+    return next((str(key) or "''" for key in {**one, **other} if one.get(key) != other.get(key)), "")
 
 
 def device_for(choice: str, rank: int) -> torch.device:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from overtone.errors import printable
+from overtone.errors import printable, visible
 from overtone.words import human_bytes, metrics_line
 
 SECONDS = 5.0  # between two lines where there is no terminal
@@ -100,7 +100,7 @@ class View:
         self.bar.stop()
         if record["sample"]:
             self._say("sample:")
-            self.console.print(printable(record["sample"]), markup=False, highlight=False, style="dim")
+            self.console.print(visible(str(record["sample"])), markup=False, highlight=False, style="dim")
         shares = ", ".join(f"{name} {share:.1%}" for name, share in record["shares"].items())
         self._say(f"time: {shares}")
         self._say(
