@@ -1,6 +1,7 @@
 """The command line as a user meets it."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import overtone
 from overtone import commands
 from overtone.config import MethodChoice, Simulation, Training
+from overtone.files import write_whole
 from overtone.tasks import Language, TaskOptions
 
 TINY = ["--steps", "12", "--batch", "2", "--width", "32", "--layers", "1", "--heads", "2", "--valid-samples", "8"]
@@ -168,6 +170,21 @@ def test_plan_says_how_each_tensor_travels() -> None:
     assert "tensors of one axis and those of fewer than 1024 values" in " ".join(done.stdout.split())
     for method, words in (("diloco", "summed on the way"), ("alone", "nothing is ever sent")):
         assert words in " ".join(overtone_cli("plan", "--method", method).stdout.split())
+
+
+def test_what_is_not_a_file_is_not_replaced_by_one(text: Path, tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    done = overtone_cli("simulate", "--data", str(text), "--json", str(pipe), *TINY)
+    assert done.returncode == 2
+    assert "a device or a pipe, which would be replaced; give the name of a file" in done.stderr
+    assert pipe.is_fifo()
+    write_whole(link, "words")
+    assert link.is_symlink()
+    assert target.read_text() == "words"
+    with pytest.raises(OSError, match="not a regular file"):
+        write_whole(pipe, "words")
 
 
 def test_bench_codec(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,13 @@ import torch.distributed as dist
 
 import overtone
 import worlds
-from overtone import Replica, transport, watchdog
+from overtone import Replica, launch, runlog, transport, watchdog
 from overtone.board import Board
 from overtone.errors import MethodError, PeerError
+from overtone.launch import ReplicaError
 from overtone.transport import Torch
 from overtone.watchdog import LEAST, ROUNDS, SLOWEST, Watchdog
-from running import Cold, Moment, Trial, before, running, wait_until
+from running import SUPPORT, Cold, Moment, Trial, before, running, surroundings, wait_until
 from scenario import METHODS, backward, batches, build
 
 FROZEN = 1
@@ -209,6 +211,59 @@ def test_a_second_signal_ends_everything_at_once(trial: Trial) -> None:
     assert "ended at once by a second signal" in ended.said
     assert "Traceback" not in ended.said
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_importing(pid: int) -> bool:
+    with suppress(OSError):
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_while_replicas_start(number: signal.Signals, trial: Trial) -> None:
+    with running(trial.start()) as live:
+        wait_until(lambda: len(children(live.pid)) == 3 and all(map(is_importing, children(live.pid))), "the replicas")
+        os.kill(live.pid, number)
+        ended = live.end(patience=60)
+    assert ended.status == 128 + number, ended
+    assert "Traceback" not in ended.said
+    assert "killed by" not in ended.said
+
+
+def test_a_replica_that_is_ended_while_it_starts_ends_the_others(trial: Trial) -> None:
+    with running(trial.start()) as live:
+        wait_until(lambda: len(children(live.pid)) == 3 and all(map(is_importing, children(live.pid))), "the replicas")
+        os.kill(children(live.pid)[1], signal.SIGTERM)
+        ended = live.end(patience=60)
+    assert ended.status == 128 + signal.SIGTERM, ended
+    assert "Traceback" not in ended.said
+
+
+def test_a_stop_sent_to_every_process_is_one_request(trial: Trial) -> None:
+    """As a supervisor does that signals a whole group of processes: everything is saved, once."""
+    long = trial.on(flags=(*trial.flags, "--schedule", "constant", "--warmup", "0"))
+    with running(long.start("--steps", "1000000", "--checkpoint-every", "1000000")) as live:
+        wait_until(lambda: (long.folder / runlog.NAME).exists() and len(long.raw("train")) > 20, "some steps")
+        for pid in (live.pid, *children(live.pid)):
+            os.kill(pid, signal.SIGTERM)
+        ended = live.end(patience=60)
+    assert ended.status == 128 + signal.SIGTERM, ended
+    assert f"SIGTERM: saved step {long.newest().step}" in ended.said
+
+
+def test_a_replica_that_freezes_after_its_last_word_is_named(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the launcher runs in this process, to be less patient."""
+    monkeypatch.setattr(launch, "PATIENCE", 2.0)
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    moment = Moment("overtone.launch:_end", rank=1, does="freeze")
+    for name, value in {**surroundings(), **moment.environment(trial.folder, trial.note)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ReplicaError, match="rank 1 did not end within 2 s of the others and was killed"):
+        launch.spawn(["train", *trial.flags, "--out", str(trial.folder), "--steps", "4"], replicas=2, threads=1)
 
 
 def test_a_run_leaves_nothing_in_the_temporary_directory(trial: Trial, tmp_path: Path) -> None:
