@@ -196,7 +196,8 @@ def _converted(value: Any, hint: Any, what: str) -> Any:
         for kind in kinds
         if kind in words or get_origin(kind) is Literal
     )
-    raise ConfigError(f"{what} = {json.dumps(value, default=str)}: must be {rule}")
+    said = json.dumps(value, default=str)
+    raise ConfigError(f"{what} = {said if len(said) <= 200 else f'{said[:200]}…'}: must be {rule}")
 
 
 def _nearest(name: str, known: Any) -> str:
