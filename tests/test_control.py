@@ -14,6 +14,7 @@ import worlds
 from overtone import patterns, rundir, upkeep
 from overtone.errors import OvertoneError, PeerError
 from overtone.exchange import hold
+from overtone.ledger import Ledger
 from overtone.rundir import RunError
 from overtone.transport import Begun, Torch
 from overtone.upkeep import Asked, Pulse, Upkeep
@@ -176,6 +177,14 @@ def test_a_fast_replica_does_not_wait_for_a_slow_one(tmp_path: Path) -> None:
     for result in found:
         assert "value" in result, result
         assert result["value"]["sent"] > 0
+
+
+def test_waiting_for_words_is_waiting() -> None:
+    """Also where a run waits besides its rounds; not what it waited for before it began to train."""
+    ledger = Ledger()
+    for phase, seconds in {"setup": 1.0, "rounds": 2.0, "finish": 4.0, "upkeep": 8.0}.items():
+        ledger.counts[phase].waiting = seconds
+    assert ledger.waiting == 14.0
 
 
 def asked_in_the_middle(folder: str) -> tuple[str, int]:
