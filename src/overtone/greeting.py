@@ -11,12 +11,10 @@ from overtone import agreement, fingerprint
 from overtone.errors import WireError
 from overtone.exchange import Broadcast, Talk
 from overtone.patterns import WORDS, tell
-from overtone.wire import Header, Kind, Letter
+from overtone.wire import NOBODY, Header, Kind, Letter
 
 if TYPE_CHECKING:
     from overtone.replica import Replica
-
-NOBODY = bytes(8)
 
 
 def greet(replica: Replica) -> Talk[None]:

@@ -105,7 +105,7 @@ def one_replica(config: Run, *, resume: bool) -> None:
             warn_of_open_rendezvous()
             Session(config, transport, resume=resume, asked=asked).run()
         except Exception as error:
-            transport.leave(in_words(error))
+            transport.leave(words_of(error))
             raise
 
     # A launcher passes signals on, and may not be the only one who sends them; it ends everything by other means.
@@ -385,7 +385,7 @@ def _leave_note(**said: Any) -> None:
         Path(path).write_text(json.dumps(said))
 
 
-def in_words(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
     return str(error) if isinstance(error, OvertoneError) else printable(f"{type(error).__name__}: {error}")
 
 
@@ -393,7 +393,7 @@ def confess(error: BaseException) -> None:
     """Leave the reason where the launcher looks for it: ours, or torch's."""
     if WORDS in os.environ:
         status = error.status if isinstance(error, OvertoneError) else 1
-        _leave_note(message=in_words(error), told=isinstance(error, ToldError), status=status)
+        _leave_note(message=words_of(error), told=isinstance(error, ToldError), status=status)
     elif path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        said = {"message": in_words(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+        said = {"message": words_of(error), "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": said}))

@@ -70,12 +70,13 @@ def claim(folder: Path, world: str | None = None) -> IO[str]:
         file = (folder / LOCK).open("a+")
     except OSError as error:
         raise UnfitRunError(f"run {folder}: {error.strerror}; choose an --out that can be written") from error
-    if _locked(file, fcntl.LOCK_EX):  # nobody else is here
+    alone = _locked(file, fcntl.LOCK_EX)
+    if alone:
         file.truncate(0)
         file.write(f"{os.getpid()} {world or ''}\n")
         file.flush()
     if world is None:
-        if not _locked(file, fcntl.LOCK_EX):
+        if not alone:
             raise _in_use(folder, file)
         return file
     # From alone to together is two steps for the kernel, and somebody else may come in between: who is here is read

@@ -19,7 +19,7 @@ from overtone.exchange import hold
 from overtone.patterns import tell
 from overtone.transport import Begun, Solo, Torch
 from overtone.trouble import in_words
-from overtone.wire import Expected, Header, Kind, Letter, Seal, seal_message, unseal_message
+from overtone.wire import NOBODY, Expected, Header, Kind, Letter, Seal, seal_message, unseal_message
 
 T = TypeVar("T")
 
@@ -27,7 +27,6 @@ MOST = 1 << 20  # bytes of one such message
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SIGNALS = (0, *STOPPING)  # that a pulse may tell of; 0: none
 SECONDS = 5.0  # between two pulses, about
-NOBODY = bytes(8)
 
 
 class Upkeep:

@@ -29,6 +29,7 @@ MOST_REPLICAS = 1 << 16  # a sender's rank has two bytes
 KEYED = 0x80  # bit of the kind's byte that says: sealed by HMAC
 _HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
 HEADER_BYTES = _HEADER.size
+NOBODY = bytes(8)  # a fingerprint of nothing: where a field of the header has nothing to tell
 
 
 class Kind(IntEnum):
