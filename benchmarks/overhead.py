@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from overtone import runlog
+from overtone.runs import log
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = "--model gpt-neox-1m --context 64 --batch 8 --steps 600 --every 20"
@@ -24,7 +24,7 @@ SAVING = "--model gpt-neox-70m --context 64 --batch 2 --steps 60 --every 10 --ch
 
 def logged(flags: str, folder: Path) -> list[dict[str, Any]]:
     subprocess.run([sys.executable, "-m", "overtone", "train", "--out", str(folder), *flags.split()], check=True)
-    return runlog.read(folder)
+    return log.read(folder)
 
 
 def of(records: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:

@@ -20,11 +20,12 @@ from typing import Any
 
 from rich.console import Console
 
-from overtone import compare, history, report, rundir, runlog, standings
-from overtone.compare import Cell
-from overtone.config import Comparison, Training
+from overtone.report import compare, history, page_data, standings
+from overtone.report.compare import Cell
+from overtone.report.live_table import LiveTable
+from overtone.runs import directory, log
+from overtone.runs.config import Comparison, Training
 from overtone.tasks import Image, Language, TaskOptions
-from overtone.watching import LiveTable
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("runs/paper")
@@ -109,13 +110,13 @@ def publish(found: Sequence[Cell]) -> list[history.History]:
     for cell in found:
         folder = RESULTS / cell.folder.relative_to(RUNS).parent.parent / cell.folder.name
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(_short(_anonymous(record))) for record in runlog.read(cell.folder)]
-        (folder / runlog.NAME).write_text("\n".join(lines) + "\n")
+        lines = [json.dumps(_short(_anonymous(record))) for record in log.read(cell.folder)]
+        (folder / log.NAME).write_text("\n".join(lines) + "\n")
         published.append(history.load(folder))
     return published
 
 
-def _anonymous(record: runlog.Record) -> runlog.Record:
+def _anonymous(record: log.Record) -> log.Record:
     if "environment" not in record:
         return record
     environment = {key: value for key, value in record["environment"].items() if key not in ("hosts", "platform")}
@@ -137,7 +138,7 @@ def main() -> None:
     begun = time.monotonic()
     all_cells = list(study())
     try:
-        with rundir.claim(RUNS), LiveTable(Console(stderr=True), all_cells) as live:
+        with directory.claim(RUNS), LiveTable(Console(stderr=True), all_cells) as live:
             states = compare.make(all_cells, workers=args.workers, watch=live)
     except KeyboardInterrupt:
         sys.exit("interrupted; `make paper` goes on with what is left")
@@ -145,7 +146,7 @@ def main() -> None:
     if failed:
         sys.exit("\n".join(failed))
     groups = standings.groups(publish(all_cells))
-    made = report.write(RESULTS.with_suffix(".html"), groups, title=TITLE, command="make paper")
+    made = page_data.write(RESULTS.with_suffix(".html"), groups, title=TITLE, command="make paper")
     print(f"{len(all_cells)} runs in {(time.monotonic() - begun) / 60:.0f} min; {', '.join(map(str, made))}")
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from overtone import codec
-from overtone.commands import write_json
-from overtone.config import MethodChoice, Simulation, Training
-from overtone.simulation import simulate
+from overtone.cli.commands import write_json
+from overtone.report.format import human_bytes
+from overtone.runs.config import MethodChoice, Simulation, Training
+from overtone.runs.simulate import simulate
 from overtone.tasks import TaskOptions
-from overtone.words import human_bytes
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 15  # a command line that takes longer hangs
-MODULES = ("commands", "export", "launch", "session", "simulation", "tasks.image", "tasks.language", "bench.codec")
+MODULES = (
+    "cli.commands", "runs.export", "runs.launch", "runs.session", "runs.simulate", "tasks.image.task",
+    "tasks.text.task", "bench.codec",
+)  # fmt: skip
 
 
 class Forks:
@@ -83,6 +86,6 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
 if __name__ == "__main__":
     for module in MODULES:
         importlib.import_module(f"overtone.{module}")
-    importlib.import_module("overtone.arguments").parse(["simulate"])  # what is built once is built here
+    importlib.import_module("overtone.cli.arguments").parse(["simulate"])  # what is built once is built here
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from overtone import checkpoint, marks, runlog
+from overtone.runs import log as runlog
+from overtone.runs.checkpoint import format, index
 
 SUPPORT = Path(__file__).parent / "kill"
 PATIENCE = 120.0  # seconds; a run that takes longer hangs
@@ -214,7 +215,7 @@ class Trial:
 
     @property
     def resumable(self) -> bool:
-        return bool(marks.complete(self.checkpoints))
+        return bool(index.complete(self.checkpoints))
 
     def on(self, **changes: Any) -> Trial:
         return replace(self, **changes)
@@ -272,14 +273,14 @@ class Trial:
         lines = map(json.loads, (self.folder / runlog.NAME).read_text().splitlines())
         return [line for line in lines if line["event"] == event]
 
-    def newest(self) -> marks.Mark:
-        return marks.complete(self.checkpoints)[-1]
+    def newest(self) -> index.Mark:
+        return index.complete(self.checkpoints)[-1]
 
-    def trees(self, mark: marks.Mark | None = None) -> list[dict[str, Any]]:
+    def trees(self, mark: index.Mark | None = None) -> list[dict[str, Any]]:
         """Everything of every replica in a checkpoint, without times and the upkeep's bytes."""
         mark = mark or self.newest()
-        files = [marks.file_of(self.checkpoints, mark, rank) for rank in range(mark.replicas)]
-        found = [checkpoint.read(file) for file in files]
+        files = [index.file_of(self.checkpoints, mark, rank) for rank in range(mark.replicas)]
+        found = [format.read(file) for file in files]
         for tree in found:
             del tree["accounts"]["seconds"]
             ledger = tree["replica"]["ledger"]
@@ -296,7 +297,7 @@ def assert_same(mine: Trial, theirs: Trial) -> None:
         assert ours == wanted, f"{ours} is not {wanted}"
     files = sorted(mine.bytes_of_files())
     assert files == sorted(theirs.bytes_of_files()), files
-    for mark in marks.complete(theirs.checkpoints):
+    for mark in index.complete(theirs.checkpoints):
         for rank, (ours, wanted) in enumerate(zip(mine.trees(mark), theirs.trees(mark), strict=True)):
             assert_equal(ours, wanted, f"step {mark.step}, replica {rank}")
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import overtone
-from overtone import commands
-from overtone.config import MethodChoice, Simulation, Training
-from overtone.files import write_whole
+from overtone.cli import commands
+from overtone.runs.config import MethodChoice, Simulation, Training
+from overtone.runs.directory import write_whole
 from overtone.tasks import Language, TaskOptions
 
 TINY = ["--steps", "12", "--batch", "2", "--width", "32", "--layers", "1", "--heads", "2", "--valid-samples", "8"]
@@ -87,7 +87,7 @@ def test_another_seed_is_another_run(text: Path, tmp_path: Path) -> None:
 
 
 def test_time_follows_the_network(text: Path, tmp_path: Path) -> None:
-    from overtone.config import Network
+    from overtone.runs.config import Network
 
     choice = MethodChoice("diloco", every=4)
     slow = simulate(text, tmp_path, choice, network=Network(bandwidth=1.0, latency=0.0, step_seconds=0.0))

@@ -6,18 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from overtone import kernels, kernels_numba, wire
-from overtone.bits import Reader
+from overtone.cli.plan import bits_of
 from overtone.codec import BITS, Dense, TopK, encode_values, mean, open_values
+from overtone.coding.bits import Reader
+from overtone.coding.kernels import Kernels, in_numba, in_torch, kernels_for
+from overtone.coding.kernels.in_torch import select
 from overtone.errors import MethodError, NotFiniteError, WireError
-from overtone.kernels import Kernels, kernels_for, select
-from overtone.plan import bits_of
+from overtone.exchange import message as wire
 from test_wire import sealed
 from whole import decode_all, encode_all
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 64), (130, 70), (67, 67), (5, 300), (3, 3, 7), (40,), ()]
-LOOPS = {"torch": kernels, "numba": kernels_numba}
+LOOPS = {"torch": in_torch, "numba": in_numba}
 
 
 def kinds(seed: int, size: int) -> dict[str, Tensor]:
@@ -131,7 +132,7 @@ def test_a_message_is_within_six_percent_of_the_bound(keep: int, bits: int, nois
     message of a model of 10 M parameters: header, lengths, seal and what travels densely included."""
     codec = TopK(keep=keep, bits=bits, transform="none")
     layout = codec.layout(GPT)
-    payload, _ = encode_all(codec, noise, layout, kernels_numba)
+    payload, _ = encode_all(codec, noise, layout, in_numba)
     message = sealed(payload)
     assert len(message) == len(payload) + wire.HEADER_BYTES + 4
     bound = sum(bits_of(codec, slab) for slab in layout.slabs) / 8
@@ -279,16 +280,16 @@ def test_wide_grids_of_huge_scale_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wish", "size", "loops"),
     [
-        ("", 1, kernels),
-        ("", 1 << 22, kernels_numba),
-        ("torch", 1 << 22, kernels),
-        ("numba", 1, kernels_numba),
+        ("", 1, in_torch),
+        ("", 1 << 22, in_numba),
+        ("torch", 1 << 22, in_torch),
+        ("numba", 1, in_numba),
     ],
 )
 def test_which_loops_are_used(monkeypatch: pytest.MonkeyPatch, wish: str, size: int, loops: Kernels) -> None:
     monkeypatch.setenv("OVERTONE_KERNELS", wish)
     assert kernels_for(size, CPU) is loops
-    assert kernels_for(size, torch.device("cuda")) is kernels
+    assert kernels_for(size, torch.device("cuda")) is in_torch
     monkeypatch.setenv("OVERTONE_KERNELS", "fortran")
     with pytest.raises(MethodError, match="OVERTONE_KERNELS=fortran"):
         kernels_for(size, CPU)

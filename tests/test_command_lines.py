@@ -22,7 +22,8 @@ pytest.importorskip("tyro")
 
 import overtone
 from forked import Forks
-from overtone import commands, config
+from overtone.cli import commands
+from overtone.runs import config
 from overtone.tasks import Image, Language, TaskOptions
 from running import surroundings
 

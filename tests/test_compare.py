@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from overtone import compare, history, settings
-from overtone.arguments import parse
-from overtone.config import Comparison, ConfigError, Run, Simulation
+from overtone.cli.arguments import parse
 from overtone.errors import MethodError
-from overtone.simulation import simulate
+from overtone.report import compare, history
+from overtone.runs import toml
+from overtone.runs.config import Comparison, ConfigError, Run, Simulation
+from overtone.runs.simulate import simulate
 
 TINY = ["--batch", "2", "--width", "32", "--layers", "1", "--heads", "2", "--valid-samples", "8", "--every", "4"]
 KILL = Path(__file__).parent / "kill"
@@ -78,14 +79,14 @@ def test_a_cell_is_what_its_command_makes(made: tuple[Path, str]) -> None:
     for cell in compare.cells(Comparison(methods=("decoupled",)), out):
         found = history.load(cell.folder)
         given = {key: value for key, value in found.config.items() if value is not None and key != "out"}
-        alone = simulate(settings.updated(Simulation(), given, "test"))
+        alone = simulate(toml.updated(Simulation(), given, "test"))
         assert found.finish is not None
         assert alone["anchor_fingerprint"] == found.finish["anchor_fingerprint"]
         assert alone["val_loss"] == found.finish["metrics"]["loss"]
         assert alone["bytes_sent"] == found.finish["bytes_sent"]
         again = parse(shlex.split(found.command())[1:])
         assert isinstance(again, Simulation)
-        assert {**settings.flat(again.resolved()), "out": found.config["out"]} == found.config
+        assert {**toml.flat(again.resolved()), "out": found.config["out"]} == found.config
 
 
 def test_what_is_finished_is_kept_and_the_rest_is_made_again(
@@ -172,9 +173,9 @@ def test_real_replicas_save_before_they_stop_and_go_on(text: Path, tmp_path: Pat
     assert code == 0, stderr
     resumed = history.load(cell)
     assert resumed.all("resume")[0]["step"] == stop["step"]
-    known = settings.flat(Simulation())
+    known = toml.flat(Simulation())
     given = {key: value for key, value in resumed.config.items() if key in known and value is not None}
-    virtual = simulate(replace(settings.updated(Simulation(), given, "test"), out=None))
+    virtual = simulate(replace(toml.updated(Simulation(), given, "test"), out=None))
     assert resumed.finish is not None
     assert resumed.finish["anchor_fingerprint"] == virtual["anchor_fingerprint"]
 
@@ -259,4 +260,4 @@ def test_an_entry_may_set_anything_that_a_flag_sets(tmp_path: Path) -> None:
     assert cell.config.training.clip == float("inf")
     assert cell.seed == 7
     assert cell.arguments()[0] == "train"
-    json.dumps(settings.flat(cell.config))
+    json.dumps(toml.flat(cell.config))

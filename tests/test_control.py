@@ -11,14 +11,15 @@ import pytest
 import torch.distributed as dist
 
 import worlds
-from overtone import patterns, rundir, upkeep
 from overtone.errors import OvertoneError, PeerError
-from overtone.exchange import hold
+from overtone.exchange import patterns
+from overtone.exchange.message import HEADER_BYTES, Kind, Seal
+from overtone.exchange.steps import hold
 from overtone.ledger import Ledger
-from overtone.rundir import RunError
+from overtone.runs import coordination, directory
+from overtone.runs.coordination import Asked, Pulse, Upkeep
+from overtone.runs.directory import RunError
 from overtone.transport import Begun, Torch
-from overtone.upkeep import Asked, Pulse, Upkeep
-from overtone.wire import HEADER_BYTES, Kind, Seal
 
 LIAR = 1
 KEY = "everybody's"
@@ -102,7 +103,7 @@ def bad_words() -> dict[str, str]:
     for name, body in {"deep": b"[" * 200_000, "no text": b"\xff\xfe", "not JSON": b"stop!"}.items():
         mine = Upkeep(Torch())
         said = body if rank == LIAR else b"1"
-        talk = patterns.tell("word", mine.header(1), said, range(2), mine.seal, upkeep._value)
+        talk = patterns.tell("word", mine.header(1), said, range(2), mine.seal, coordination._value)
         try:
             found[name] = str(hold(talk, mine.transport))
         except OvertoneError as error:
@@ -151,7 +152,7 @@ class Slow:
     """Replicas of very different pace, without a training: what matters is who waits for whom."""
 
     def __init__(self, asked: Asked) -> None:
-        upkeep.SECONDS = 0.0
+        coordination.SECONDS = 0.0
         self.mine = Upkeep(Torch())
         self.mine.transport.ledger.phase = "rounds"
         self.pulse = Pulse(self.mine, 0, asked)
@@ -248,7 +249,7 @@ def test_an_altered_stop_request_is_not_believed(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("name", ["20261117-101500-decoupled", "a", "x_y.z-2"])
 def test_rank_0_may_choose_a_name_below_runs(name: str) -> None:
-    assert rundir.elected(name) == Path("runs") / name
+    assert directory.elected(name) == Path("runs") / name
 
 
 @pytest.mark.parametrize(
@@ -256,5 +257,5 @@ def test_rank_0_may_choose_a_name_below_runs(name: str) -> None:
 )
 def test_and_nothing_else(name: object) -> None:
     with pytest.raises(RunError, match="not the name of a directory") as refused:
-        rundir.elected(name)
+        directory.elected(name)
     assert "\x1b" not in str(refused.value)

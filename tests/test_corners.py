@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import overtone
 from overtone import Cluster, Replica, Solo
 from overtone.errors import MethodError, MismatchError, ModelError, PeerError, StateError
-from overtone.exchange import hold
+from overtone.exchange.steps import hold
 from scenario import CONSENSUS, METHODS, backward, batches, build, largest_difference, run_cluster, weights
 
 
@@ -275,7 +275,7 @@ def test_a_world_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from overtone import agreement
+    from overtone.exchange import agreement
 
     def make(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         monkeypatch.setattr(agreement, "__version__", f"0.{rank}")
@@ -320,8 +320,8 @@ def test_a_finished_replica_can_go_on() -> None:
 
 
 def test_different_policies_for_buffers_are_refused() -> None:
-    from overtone import agreement
-    from overtone.buffers import Buffers
+    from overtone.exchange import agreement
+    from overtone.exchange.buffers import Buffers
 
     model, _ = build(0)
     said = {}
@@ -334,7 +334,7 @@ def test_different_policies_for_buffers_are_refused() -> None:
 
 def test_initial_weights_that_did_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broadcast that one rank missed: refused before the first step, naming the rank."""
-    from overtone.simulate import Seat
+    from overtone.sim.cluster import Seat
 
     arrive = Seat.broadcast
 

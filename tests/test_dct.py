@@ -2,7 +2,7 @@ import pytest
 import scipy.fft
 import torch
 
-from overtone import dct
+from overtone.coding import dct
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (7, 64), (64, 64), (61, 5), (1, 97)])

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from overtone.tasks import ending
+from overtone.tasks.text import exit_guard
 
 fragments = pytest.importorskip("pyarrow.dataset").ParquetFileFormat()  # of which each holds its file in C++ only
 
 
 def held(file: io.IOBase) -> bool:
     number = id(file)  # a closure over the file itself would be a Python object that refers to it
-    return number in map(id, ending.orphans())
+    return number in map(id, exit_guard.orphans())
 
 
 def test_a_closed_file_that_only_native_code_holds_is_an_orphan(tmp_path: Path) -> None:
@@ -61,17 +61,17 @@ def test_the_end_waits_until_they_are_gone(tmp_path: Path) -> None:
         native.clear()
 
     def left() -> list[io.IOBase]:
-        found = [each for each in ending.orphans() if each is seen()]
+        found = [each for each in exit_guard.orphans() if each is seen()]
         looked.set()
         return found
 
     thread = threading.Thread(target=let_go)
     thread.start()
-    assert ending.settle(left)
+    assert exit_guard.settle(left)
     assert looked.is_set()
     assert seen() is None
     thread.join()
 
 
 def test_the_end_does_not_wait_for_ever() -> None:
-    assert not ending.settle(lambda: ["a file"], patience=0.02)
+    assert not exit_guard.settle(lambda: ["a file"], patience=0.02)

@@ -14,8 +14,8 @@ import overtone
 import worlds
 from overtone import Cluster, Method, Replica, Solo
 from overtone.codec import Dense, TopK
+from overtone.exchange.signals import Drift
 from overtone.rules import Outer
-from overtone.signals import Drift
 from scenario import Awkward, backward, batches, build, largest_difference, run_cluster, weights
 from whole import encode_all
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from overtone import kernels, kernels_numba
-from overtone.fingerprint import _weights, of_tensor
+from overtone.coding.fingerprint import _weights, of_tensor
+from overtone.coding.kernels import in_numba, in_torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
@@ -46,4 +46,4 @@ def test_rows_that_change_places_show(size: int) -> None:
 def test_both_kinds_of_loops_agree() -> None:
     words = torch.randint(-(2**62), 2**62, (133, 1024), generator=torch.Generator().manual_seed(0))
     weights = _weights(words.device)
-    assert torch.equal(kernels.row_hashes(words, weights), kernels_numba.row_hashes(words, weights))
+    assert torch.equal(in_torch.row_hashes(words, weights), in_numba.row_hashes(words, weights))

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import overtone
-from overtone import kernels, kernels_numba, wire
 from overtone.codec import TopK
+from overtone.coding.kernels import Kernels, in_numba, in_torch
 from overtone.errors import WireError
-from overtone.kernels import Kernels
-from overtone.patterns import Gathered, Say, Setting
-from overtone.wire import Expected, Header, Kind, Seal
+from overtone.exchange import message as wire
+from overtone.exchange.message import Expected, Header, Kind, Seal
+from overtone.exchange.patterns import Gathered, Say, Setting
 from whole import encode_all
 
 SCHEMA, RUN = b"schema..", b"this run"
@@ -98,7 +98,7 @@ def spliced(message: bytes, other: bytes, dice: random.Random) -> bytes:
 RECEIVERS = {
     f"{seal_name}, {loops_name}": (seal, loops)
     for seal_name, seal in (("checksum", Seal()), ("keyed", Seal(b"a key")))
-    for loops_name, loops in (("torch", kernels), ("numba", kernels_numba))
+    for loops_name, loops in (("torch", in_torch), ("numba", in_numba))
 }
 
 
@@ -143,12 +143,12 @@ def test_a_hundred_thousand_lies(seal: Seal, loops: Kernels) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loops", [kernels, kernels_numba], ids=["torch", "numba"])
+@pytest.mark.parametrize("loops", [in_torch, in_numba], ids=["torch", "numba"])
 def test_lies_under_a_valid_seal(loops: Kernels) -> None:
     """A sender that seals whatever bytes: no lie of the format survives, and what decodes is finite and in place. Both
     kinds of loops refuse the same ones, and check refuses exactly what decode does."""
     receiver, dice = Receiver(Seal(), loops), random.Random(1)
-    other = Setting(**{**vars(receiver.setting), "kernels": kernels if loops is kernels_numba else kernels_numba})
+    other = Setting(**{**vars(receiver.setting), "kernels": in_torch if loops is in_numba else in_numba})
     told, believed = set(), 0
     for _ in range(10_000):
         body = dice.choice(DAMAGES)(receiver.body, dice)
@@ -177,13 +177,13 @@ def test_lies_under_a_valid_seal(loops: Kernels) -> None:
 def test_any_bytes_at_all(body: bytes, keep: int, bits: int) -> None:
     """Whatever stands where a payload should: `WireError`, or values."""
     codec = TopK(keep=keep, bits=bits, plain_below=30, chunk=16)
-    for loops in (kernels, kernels_numba):
+    for loops in (in_torch, in_numba):
         for slab in codec.layout([(20, 20), (3,)]).slabs:
             reader = overtone.bits.Reader(body)
             try:
                 part = codec.decode(reader, slab, loops)
             except WireError:
                 with pytest.raises(WireError):
-                    codec.check(overtone.bits.Reader(body), slab, loops)
+                    codec.check(overtone.coding.bits.Reader(body), slab, loops)
                 continue
             part.add_to(torch.zeros(slab.chunks, slab.area))

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 import overtone
 import worlds
-from overtone import Replica, agreement, fingerprint
+from overtone import Replica
+from overtone.coding import fingerprint
+from overtone.exchange import agreement
 from scenario import METHODS, backward, batches, build, largest_difference, run_cluster, run_replica, weights
 
 STEPS = 8  # two whole rounds and two steps that `finish` must bring home

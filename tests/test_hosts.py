@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from overtone import runlog
-from overtone.export import export
-from overtone.marks import present
+from overtone.runs import log
+from overtone.runs.checkpoint.index import present
+from overtone.runs.export import export
 
 SMALL = ["--every", "5", "--width", "32", "--layers", "1", "--heads", "2", "--checkpoint-every", "5"]
 
@@ -49,12 +49,12 @@ def test_a_run_over_two_hosts_is_resumed_and_exported(hosts: list[Path], tmp_pat
         assert [status for status, _ in ended] == [0, 0], ended
     for rank, host in enumerate(hosts):
         assert {who for _, who, _ in present(host / "run" / "checkpoints")} == {rank}
-    finish = runlog.last(hosts[0] / "run", "finish")
+    finish = log.last(hosts[0] / "run", "finish")
     assert finish is not None
     step, metrics = export(hosts[0] / "run", tmp_path / "exported")
     assert step == 20
     assert metrics["loss"] == pytest.approx(finish["metrics"]["loss"], rel=1e-6)
-    assert not (hosts[1] / "run" / runlog.NAME).exists()  # one voice, one log
+    assert not (hosts[1] / "run" / log.NAME).exists()  # one voice, one log
 
 
 def test_what_one_host_lacks_ends_the_run_on_all(hosts: list[Path]) -> None:

@@ -20,11 +20,12 @@ import torch
 import transformers
 from PIL import Image as Pil
 
-from overtone.tasks import Image, TaskError, TaskOptions, load_task, picture_source
-from overtone.tasks.image import PRESETS, ImageTask, task
-from overtone.tasks.picture_batches import mirrored, shifted
-from overtone.tasks.picture_source import spread
-from overtone.tasks.pictures import hold_out, load_pictures
+from overtone.tasks import Image, TaskError, TaskOptions, load_task
+from overtone.tasks.image import source
+from overtone.tasks.image.augment import mirrored, shifted
+from overtone.tasks.image.dataset import hold_out, load_pictures
+from overtone.tasks.image.source import spread
+from overtone.tasks.image.task import PRESETS, ImageTask, task
 
 CLASSES = ("cat", "dog", "eel")
 
@@ -246,7 +247,7 @@ def test_a_size_that_the_survey_missed_is_refused_when_met(tmp_path: Path, monke
     root = write_folder(tmp_path / "f" / "train", x, y).parent
     write_folder(root / "valid", x, y)
     Pil.new("RGB", (9, 9)).save(root / "train" / "eel" / "0011.png")
-    monkeypatch.setattr(picture_source, "SURVEYED", 4)
+    monkeypatch.setattr(source, "SURVEYED", 4)
     found = task(options(root))
     with pytest.raises(TaskError, match=r"eel/0011.png: 9x9, but others are 8x8; give --side"):
         found.train.batch(torch.tensor([0, 11]), None)

@@ -1,23 +1,53 @@
-"""The architecture, kept by a test: science imports no workshop, and only transports touch `torch.distributed`."""
+"""The architecture, kept by a test: one table says which folder may import which."""
 
 import ast
 import sys
 from pathlib import Path
 
+import pytest
+
 import overtone
 
 ROOT = Path(overtone.__file__).parent
-SCIENCE = {
-    "agreement", "bits", "buffers", "codec", "dct", "errors", "exchange", "fingerprint", "greeting", "inner", "kernels",
-    "layout", "methods", "network", "parameters", "patterns", "randomness", "record", "replica", "rules", "saving",
-    "board", "joining", "ledger", "signals", "simulate", "transport", "version", "watchdog", "wire", "work",
-}  # fmt: skip
-TRANSPORTS = {"joining", "transport", "launch"}  # what joins a world of processes, and what starts one
-COMPILED = {"kernels_numba"}  # the same functions as `kernels`, where numba is installed
+# Each folder of src/overtone, and the folders that it may import besides itself. "core" is the files at the top.
+MAY_IMPORT: dict[str, set[str]] = {
+    "coding": {"core"},  # of which only errors.py: the test of import cycles sees to it
+    "world": {"core"},
+    "exchange": {"core", "coding"},
+    "core": {"exchange", "coding", "world", "sim"},
+    "sim": {"core", "exchange"},
+    "common": {"core", "exchange"},
+    "tasks": {"core", "coding", "common"},
+    "runs": {"core", "exchange", "coding", "world", "sim", "common", "tasks"},
+    "report": {"core", "common", "tasks", "runs"},
+    "cli": {"core", "exchange", "coding", "world", "sim", "common", "tasks", "runs", "report", "bench"},
+    "bench": {"core", "exchange", "coding", "world", "sim", "common", "tasks", "runs"},
+}
+SCIENCE = ("core", "coding", "exchange", "world", "sim")  # needs nothing but torch
+FLAT = {"methods", "rules", "codec", "replica", "transport", "ledger", "errors", "version", "__init__", "__main__"}
+# Who may import torch.distributed: whoever joins a world of processes, carries messages in it, or starts it.
+TOUCHES_DISTRIBUTED = {"transport", "world.join", "runs.launch"}
+COMPILED = "coding.kernels.in_numba"  # optional: the same functions as `in_torch`, where numba is installed
+
+
+def modules() -> dict[str, Path]:
+    """Every file of the package by its name below `overtone`; a folder's own name is that of its __init__.py."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def folder_of(module: str) -> str:
+    return module.split(".")[0] if (ROOT / module.split(".")[0]).is_dir() else "core"
 
 
 def imports(path: Path) -> set[str]:
-    """Every module a file imports, anywhere in it, by full name."""
+    """Every module that a file imports, anywhere in it, by full name."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -27,31 +57,57 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_every_science_file_is_there() -> None:
-    assert {path.stem for path in ROOT.glob("*.py")} >= SCIENCE
+def own(path: Path) -> set[str]:
+    """The files of the package that a file imports; of a folder and a file in it, the file."""
+    found = {name.removeprefix("overtone.") for name in imports(path)} & MODULES.keys()
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
 
 
-def test_science_imports_torch_and_science_only() -> None:
-    allowed = {"torch", *sys.stdlib_module_names}
-    for name in SCIENCE:
-        for module in imports(ROOT / f"{name}.py"):
-            top, *rest = module.split(".")
-            if top != "overtone":
-                assert top in allowed, f"{name} imports {module}"
-            elif rest:
-                assert rest[0] in SCIENCE | COMPILED, f"{name} imports the workshop: {module}"
+def test_every_folder_is_in_the_table() -> None:
+    assert {folder_of(module) for module in MODULES} == set(MAY_IMPORT)
 
 
-def test_the_package_itself_needs_torch_only() -> None:
-    for module in imports(ROOT / "__init__.py"):
-        assert module.split(".")[0] == "overtone"
-        assert module.split(".")[1:2] == [] or module.split(".")[1] in SCIENCE | {"__version__"}
+def test_at_the_top_lies_what_a_user_of_the_library_reads() -> None:
+    assert {path.stem for path in ROOT.glob("*.py")} == FLAT
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_a_folder_imports_what_the_table_allows(folder: str) -> None:
+    allowed = MAY_IMPORT[folder] | {folder}
+    for module, path in MODULES.items():
+        if folder_of(module) == folder and module != "__main__":
+            for other in own(path):
+                assert folder_of(other) in allowed, f"{module} imports {other}"
+
+
+def test_science_needs_torch_only() -> None:
+    allowed = {"torch", "overtone", *sys.stdlib_module_names}
+    for module, path in MODULES.items():
+        if folder_of(module) in SCIENCE and module != COMPILED:
+            for name in imports(path):
+                assert name.split(".")[0] in allowed, f"{module} imports {name}"
+
+
+def test_no_file_imports_itself_by_a_detour() -> None:
+    """Nothing is imported inside a function to hide a cycle, either."""
+    graph = {module: own(path) - {module} for module, path in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " imports ".join((*above[above.index(module) :], module))
+        if module not in done:
+            for other in sorted(graph[module]):
+                visit(other, (*above, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
 
 
 def test_only_transports_touch_torch_distributed() -> None:
-    for path in ROOT.rglob("*.py"):
-        if path.stem not in TRANSPORTS:
-            assert not any(module.startswith("torch.distributed") for module in imports(path)), path
+    for module, path in MODULES.items():
+        if module not in TOUCHES_DISTRIBUTED:
+            assert not any(name.startswith("torch.distributed") for name in imports(path)), module
 
 
 def test_nothing_compares_method_names() -> None:

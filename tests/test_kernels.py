@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overtone import kernels, kernels_numba
-from overtone.bits import Reader
 from overtone.codec import BITS, TopK
+from overtone.coding.bits import Reader
+from overtone.coding.kernels import in_numba, in_torch
 from test_codec import kinds
 from whole import encode_all
 
@@ -24,7 +24,7 @@ def test_payloads_are_equal_byte_for_byte(seed: int, shape: tuple[int, int], kee
     codec = TopK(keep=keep, bits=bits, transform="none", plain_below=30)
     layout = codec.layout([shape, (50,)])
     flat = kinds(seed, layout.size)[kind]
-    plain, compiled = encode_all(codec, flat, layout, kernels), encode_all(codec, flat, layout, kernels_numba)
+    plain, compiled = encode_all(codec, flat, layout, in_torch), encode_all(codec, flat, layout, in_numba)
     assert plain[0] == compiled[0]
     assert torch.equal(plain[1], compiled[1])
 
@@ -35,9 +35,9 @@ def test_positions_round_trip(data: st.DataObject, area: int, chunks: int) -> No
     k = data.draw(st.integers(1, min(area, 60)))
     rows = [sorted(data.draw(st.sets(st.integers(0, area - 1), min_size=k, max_size=k))) for _ in range(chunks)]
     index = torch.tensor(rows)
-    packed = kernels.pack_positions(index, area)
-    assert kernels_numba.pack_positions(index, area) == packed
-    for loops in (kernels, kernels_numba):
+    packed = in_torch.pack_positions(index, area)
+    assert in_numba.pack_positions(index, area) == packed
+    for loops in (in_torch, in_numba):
         reader = Reader(packed)
         assert torch.equal(loops.unpack_positions(reader, (chunks, k), area, "positions"), index)
         reader.end()
@@ -54,4 +54,4 @@ def test_positions_are_near_the_entropy(k: int) -> None:
         .sum()
         / torch.log(torch.tensor(2.0, dtype=torch.float64))
     )
-    assert 8 * len(kernels.pack_positions(index, 4096)) <= 1.05 * 200 * entropy
+    assert 8 * len(in_torch.pack_positions(index, 4096)) <= 1.05 * 200 * entropy

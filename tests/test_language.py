@@ -19,10 +19,12 @@ import torch
 import transformers
 
 from overtone.errors import visible
-from overtone.tasks import Language, TaskError, TaskOptions, alphabet, load_task, stream
-from overtone.tasks.byte_transformer import ByteTransformer, ModelSize
-from overtone.tasks.language import LanguageTask
-from overtone.tasks.transformers_presets import PRESETS, nearest_first
+from overtone.tasks import Language, TaskError, TaskOptions, load_task
+from overtone.tasks.text import stream
+from overtone.tasks.text import tokenizer as alphabet
+from overtone.tasks.text.byte_model import ByteTransformer, ModelSize
+from overtone.tasks.text.hf_models import PRESETS, nearest_first
+from overtone.tasks.text.task import LanguageTask
 
 datasets.disable_progress_bars()
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import overtone
 from overtone import Cluster, Method, Replica
 from overtone.codec import TopK
+from overtone.exchange.message import MAGIC, Kind
+from overtone.exchange.signals import Drift
 from overtone.rules import Outer
-from overtone.signals import Drift
-from overtone.simulate import Seat
-from overtone.wire import MAGIC, Kind
+from overtone.sim.cluster import Seat
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def leaving_out(method: Method, replicas: int) -> Cluster:
         model = nn.Linear(40, 70)
         return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
-    with mock.patch("overtone.simulate.Replica", partial(Replica, refused="leave out")):
+    with mock.patch("overtone.sim.cluster.Replica", partial(Replica, refused="leave out")):
         return Cluster(make, method, replicas=replicas)
 
 

@@ -17,8 +17,10 @@ from torch.nn.utils import parametrizations
 
 import overtone
 import worlds
-from overtone import Cluster, Replica, Solo, checkpoint, nest
+from overtone import Cluster, Replica, Solo
 from overtone.errors import GaveUpError, MethodError, ModelError, OvertoneError, StateError, printable
+from overtone.runs.checkpoint import format
+from overtone.runs.checkpoint import tree as nest
 from scenario import CONSENSUS, METHODS, SPEAKING, backward, batches, build, largest_difference, weights
 
 # -- parameters that are not those of the start ------------------------------------------------------------------------
@@ -277,10 +279,10 @@ def test_frozen_parameters_may_be_of_any_type(dtype: torch.dtype, tmp_path: Path
     for found in (first, second):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     tensors: dict[str, Tensor] = {}
-    tree = nest.apart(checkpoint.tree_of(cluster.replicas[0]), tensors)
-    checkpoint.write(tmp_path / "here" / "one", tree, tensors)
+    tree = nest.apart(format.tree_of(cluster.replicas[0]), tensors)
+    format.write(tmp_path / "here" / "one", tree, tensors)
     fresh = Replica(*make(1), METHODS["decoupled"], Solo())
-    checkpoint.restore(fresh, checkpoint.read(tmp_path / "here" / "one"))
+    format.restore(fresh, format.read(tmp_path / "here" / "one"))
     assert torch.equal(fresh.model.other.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(fresh.model.weight, cluster.replicas[0].model.weight)
 
@@ -540,10 +542,10 @@ def test_words_of_others_are_one_printable_line() -> None:
 
 
 def test_reasons_and_introductions_of_peers_are_printable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from overtone import agreement
-    from overtone.parameters import Parameters
-    from overtone.patterns import _read_dispute
-    from overtone.wire import Header, Kind, Letter
+    from overtone.exchange import agreement
+    from overtone.exchange.message import Header, Kind, Letter
+    from overtone.exchange.parameters import Parameters
+    from overtone.exchange.patterns import _read_dispute
 
     evil = "\x1b]0;owned\x07\nrank 0: all is well"
     for name in ("decoupled", "diloco"):

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("tyro")
 
-from overtone import runlog
+from overtone.runs import log
 from overtone.tasks import TaskError, TaskOptions, load_task
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_task.py"
@@ -68,7 +68,7 @@ def test_the_example_ends_alike_in_processes_and_in_the_simulator(tmp_path: Path
     done = overtone("train", "--task", EXAMPLE, *RUN, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "on two moons:" in done.stderr
-    real = [record for record in runlog.read(tmp_path / "run") if record["event"] == "finish"][-1]
+    real = [record for record in log.read(tmp_path / "run") if record["event"] == "finish"][-1]
     done = overtone("simulate", "--task", EXAMPLE, *RUN, "--json", tmp_path / "simulated.json")
     assert done.returncode == 0, done.stderr
     simulated = json.loads((tmp_path / "simulated.json").read_text())

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 import browser as web
-from overtone import Link, history, page, report, standings, table
-from overtone.config import MethodChoice, Simulation, Training
-from overtone.simulation import simulate
+from overtone import Link
+from overtone.report import history, page, page_data, standings, table
+from overtone.runs.config import MethodChoice, Simulation, Training
+from overtone.runs.simulate import simulate
 from overtone.tasks import Language, TaskOptions
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -694,7 +695,7 @@ def test_a_page_of_real_runs(visit: Callable[..., web.Visit], tmp_path: Path) ->
         out = tmp_path / name
         simulate(Simulation(choice=choice, replicas=3, task=task, training=training, eval_every=4, out=out))
         logs.append(history.load(out))
-    report.write(tmp_path / "page.html", standings.groups(logs), title="t")
+    page_data.write(tmp_path / "page.html", standings.groups(logs), title="t")
     seen = visit(of=tmp_path / "page.html")
     assert column(seen, "method") == ["alone", "diloco", "published", "published, mean", "decoupled"]
     assert seen.page.locator("tr.broken").count() == 0

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from overtone import arguments, settings
-from overtone.config import Run
+from overtone.cli import arguments
+from overtone.runs import toml
+from overtone.runs.config import Run
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -52,7 +53,7 @@ def test_every_overtone_command_is_understood(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)  # what --resume speaks of
     (tmp_path / "runs" / "mine" / "run.jsonl").write_text("")
-    (tmp_path / "runs" / "mine" / "config.toml").write_text(settings.toml(Run()))
+    (tmp_path / "runs" / "mine" / "config.toml").write_text(toml.toml(Run()))
     found = commands_of("overtone")
     assert found
     for line in found:

@@ -16,8 +16,8 @@ import overtone
 import worlds
 from overtone import Replica
 from overtone.errors import MismatchError, PeerError
+from overtone.exchange.message import HEADER_BYTES, MAGIC, Kind, Seal
 from overtone.transport import Torch
-from overtone.wire import HEADER_BYTES, MAGIC, Kind, Seal
 from scenario import METHODS, backward, batches, build, weights
 
 LIAR = 1

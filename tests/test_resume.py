@@ -27,8 +27,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overtone import checkpoint, marks, runlog
-from overtone.tasks.deal import Dealt, Deck
+from overtone.runs import log as runlog
+from overtone.runs.checkpoint import format, index
+from overtone.tasks.sharding import Dealt, Deck
 from running import Cold, Moment, Torchrun, Trial, Warm, after, assert_equal, assert_same, before, running, wait_until
 
 STEPS, EVERY, SAVE, VALIDATE = 24, 4, 3, 5  # checkpoints fall inside rounds, validations beside both
@@ -88,75 +89,75 @@ def one_line(said: str) -> str:
 
 CHAINS = {
     "before there is a checkpoint": [
-        before("session:Session._agree", fresh=True),
-        after("rundir:claim", rank=0, fresh=True),
+        before("runs.session:Session._agree", fresh=True),
+        after("runs.directory:claim", rank=0, fresh=True),
         before("transport:Torch.broadcast", rank=1, fresh=True),
-        after("agreement:compare_initial_weights", fresh=True),
-        after("session:Session._say_start", fresh=True),
-        after("tasks.deal:Dealt.next", rank=1, count=2, fresh=True),
-        before("checkpoint:write", match="*step-00000003/*", fresh=True),
+        after("exchange.agreement:compare_initial_weights", fresh=True),
+        after("runs.session:Session._say_start", fresh=True),
+        after("tasks.sharding:Dealt.next", rank=1, count=2, fresh=True),
+        before("runs.checkpoint.format:write", match="*step-00000003/*", fresh=True),
         Moment(SAVE_FILE, "half", rank=1, until=(file(3, 0),), fresh=True),
         Moment(SAVE_FILE, "after", until=(file(3, 1),), fresh=True),
     ],
     "steps, and going on": [
-        after("tasks.language:LanguageTask.loss", count=5, until=saved(3)),
-        before("session:newest_common", rank=1),
-        before("checkpoint:restore", rank=1),
-        after("checkpoint:restore"),
-        before("saver:Saver.forget_after"),
-        after("saver:Saver.forget_after", rank=1),
-        before("rundir:write_config"),
-        Moment("overtone.runlog:RunLog.write", "torn"),
-        after("inner:InnerStep.take", rank=1, count=2),
-        after("tasks.deal:Dealt.next", rank=1, count=5, until=saved(6)),
-        Moment("overtone.runlog:RunLog.write", "torn", count=4),
-        before("session:measure", rank=1, step=10, until=saved(9)),
-        after("session:measure", step=10),
-        after("session:Session._evaluated", rank=1, step=15, until=saved(12)),
+        after("tasks.text.task:LanguageTask.loss", count=5, until=saved(3)),
+        before("runs.session:newest_common", rank=1),
+        before("runs.checkpoint.format:restore", rank=1),
+        after("runs.checkpoint.format:restore"),
+        before("runs.checkpoint.writer:Saver.forget_after"),
+        after("runs.checkpoint.writer:Saver.forget_after", rank=1),
+        before("runs.directory:write_config"),
+        Moment("overtone.runs.log:RunLog.write", "torn"),
+        after("exchange.inner_step:InnerStep.take", rank=1, count=2),
+        after("tasks.sharding:Dealt.next", rank=1, count=5, until=saved(6)),
+        Moment("overtone.runs.log:RunLog.write", "torn", count=4),
+        before("runs.session:measure", rank=1, step=10, until=saved(9)),
+        after("runs.session:measure", step=10),
+        after("runs.session:Session._evaluated", rank=1, step=15, until=saved(12)),
     ],
     "inside a round": [
         before("replica:Replica._propose", step=4, until=saved(3)),
-        after("work:Work.encode", rank=1, step=4),
+        after("exchange.work:Work.encode", rank=1, step=4),
         after("replica:Replica._propose", rank=0, step=4),
-        before("exchange:Gather.carry", rank=1, step=4, count=1),
-        after("exchange:Gather.carry", rank=0, step=4, count=1),
-        after("exchange:Gather.carry", rank=1, step=4, count=2),
+        before("exchange.steps:Gather.carry", rank=1, step=4, count=1),
+        after("exchange.steps:Gather.carry", rank=0, step=4, count=1),
+        after("exchange.steps:Gather.carry", rank=1, step=4, count=2),
         after("replica:Replica._verify", rank=0, step=8, until=saved(6)),
         before("replica:Replica._absorb", rank=1, step=8),
         after("rules:Outer.absorb", rank=0, step=8),
-        after("layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
-        after("work:Work.absorb", rank=0, step=12),
+        after("coding.layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
+        after("exchange.work:Work.absorb", rank=0, step=12),
         after("replica:Replica._absorb", rank=1, step=12),
         after("replica:Replica._recorded", rank=0, step=12),
         after("replica:Replica.step", rank=1, step=16, until=saved(15)),
     ],
     "inside a checkpoint": [
-        before("checkpoint:write", rank=1, match="*step-00000006/*", until=(*saved(3), file(6, 0))),
+        before("runs.checkpoint.format:write", rank=1, match="*step-00000006/*", until=(*saved(3), file(6, 0))),
         Moment(SAVE_FILE, "half", until=(file(6, 1),)),
         Moment(SAVE_FILE, "after", rank=1, until=(file(6, 0),)),
-        after("checkpoint:_flush", rank=1, match="*step-00000006/.replica-1*", until=(file(6, 0),)),
+        after("runs.checkpoint.format:_flush", rank=1, match="*step-00000006/.replica-1*", until=(file(6, 0),)),
         Moment("pathlib:Path.replace", "before", match="*step-00000006/.replica-0*", until=(file(6, 1),)),
         Moment("pathlib:Path.replace", "after", rank=1, match="*step-00000006/.replica-1*", until=(file(6, 0),)),
-        after("checkpoint:_flush", match="*/checkpoints", until=saved(9)),
-        before("saver:Saver.prune"),
+        after("runs.checkpoint.format:_flush", match="*/checkpoints", until=saved(9)),
+        before("runs.checkpoint.writer:Saver.prune"),
         Moment("pathlib:Path.unlink", "after", rank=1, match="*/replica-1-of-2.safetensors"),
         Moment("pathlib:Path.rmdir", "before", rank=0, match="*/step-*"),
-        after("saver:Saver.prune", rank=1),
-        after("saver:Saver.save", rank=0),
+        after("runs.checkpoint.writer:Saver.prune", rank=1),
+        after("runs.checkpoint.writer:Saver.save", rank=0),
     ],
     "at the end": [
-        before("tasks.language:LanguageTask.loss", step=22, until=saved(21)),
+        before("tasks.text.task:LanguageTask.loss", step=22, until=saved(21)),
         before("replica:Replica.finish", rank=1),
         before("rules:Outer.close"),
         before("methods:Method.draining", rank=1, count=1),
         after("replica:Replica._absorb", rank=0, step=24, count=2),
         before("methods:Method.draining", rank=1, count=2),
         after("replica:Replica.show", rank=0),
-        before("session:Session._save", rank=0, step=24),
+        before("runs.session:Session._save", rank=0, step=24),
         Moment(SAVE_FILE, "half", rank=0, until=(file(24, 1),)),
-        before("checkpoint:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
-        before("session:Session._evaluated", rank=1, step=24, until=saved(24)),
-        after("session:Session._evaluated", rank=0, step=24),
+        before("runs.checkpoint.format:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
+        before("runs.session:Session._evaluated", rank=1, step=24, until=saved(24)),
+        after("runs.session:Session._evaluated", rank=0, step=24),
     ],
 }  # fmt: skip
 
@@ -178,7 +179,7 @@ def test_a_run_killed_at_every_moment_ends_as_if_never_disturbed(
 
 def test_killed_after_the_last_checkpoint_but_before_the_log_says_so(trial: Trial, unbroken: Trial) -> None:
     """Everything is saved; only the closing line is missing."""
-    trial.stopped_at(after("saver:Saver.settle", step=STEPS, count=2))
+    trial.stopped_at(after("runs.checkpoint.writer:Saver.settle", step=STEPS, count=2))
     assert trial.newest().step == STEPS
     assert_same(trial.finished(), unbroken)
 
@@ -228,9 +229,9 @@ MOMENTS = [
     after("replica:Replica._propose", rank=1, step=4, until=saved(3)),
     after("replica:Replica._verify", rank=0, step=8, until=saved(6)),
     Moment(SAVE_FILE, "half", rank=1, until=(file(9, 0),)),
-    after("layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
-    before("session:measure", rank=0, step=20, until=saved(18)),
-    before("checkpoint:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
+    after("coding.layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
+    before("runs.session:measure", rank=0, step=20, until=saved(18)),
+    before("runs.checkpoint.format:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
 ]
 
 
@@ -267,7 +268,7 @@ def test_images_with_statistics_and_augmentation_go_on_bit_for_bit(tmp_path: Pat
     starter = Warm("tasks.image")
     try:
         chain = [m for m in MOMENTS if "write_slab" not in m.where]
-        disturbed_and_not(starter, tmp_path, flags, [*chain, after("buffers:Buffers.absorb", rank=0, step=24)])
+        disturbed_and_not(starter, tmp_path, flags, [*chain, after("exchange.buffers:Buffers.absorb", rank=0, step=24)])
         tree = Trial(starter, tmp_path / "run", flags).trees()[1]
         assert any("running_mean" in name for name in tree["model"])
         assert tree["feed"]["epoch"] > 0
@@ -297,7 +298,7 @@ def test_started_cold_as_a_user_does(trial: Trial, unbroken: Trial) -> None:
 def test_without_its_launcher_no_replica_lives_on(trial: Trial, unbroken: Trial) -> None:
     """Only the launcher is killed. That the output ends is the proof: every process of the run holds it open."""
     cold = trial.on(starter=Cold())
-    moment = before("tasks.language:LanguageTask.loss", rank=1, count=5, until=saved(3), does="kill launcher")
+    moment = before("tasks.text.task:LanguageTask.loss", rank=1, count=5, until=saved(3), does="kill launcher")
     with running(cold.start(moment=moment)) as live:
         wait_until(cold.note.exists, "the moment")
         assert live.end(patience=10).status == -signal.SIGKILL
@@ -313,14 +314,14 @@ def test_a_launcher_killed_while_replicas_still_load(trial: Trial) -> None:
 
 
 def test_killed_in_the_middle_of_the_very_first_line_of_the_log(trial: Trial, unbroken: Trial) -> None:
-    trial.stopped_at(Moment("overtone.runlog:RunLog.write", "torn", fresh=True))
-    trial.stopped_at(after("tasks.deal:Dealt.next", rank=1, count=2, fresh=True))
+    trial.stopped_at(Moment("overtone.runs.log:RunLog.write", "torn", fresh=True))
+    trial.stopped_at(after("tasks.sharding:Dealt.next", rank=1, count=2, fresh=True))
     assert_same(trial.finished(), unbroken)
 
 
 def test_killed_before_the_configuration_is_written(trial: Trial, unbroken: Trial) -> None:
     """The log is there and empty. One of the two ways to start must be open."""
-    trial.stopped_at(before("session:Session._say_start", rank=1, until=(runlog.NAME,)))
+    trial.stopped_at(before("runs.session:Session._say_start", rank=1, until=(runlog.NAME,)))
     tries = [trial.go(resume=resume) for resume in (False, True)]
     assert 0 in [ended.status for ended in tries], tries
     assert_same(trial, unbroken)
@@ -355,10 +356,10 @@ def test_asked_to_stop_it_saves_first(trial: Trial, unbroken: Trial) -> None:
     """In a step, in a round, during a validation; by the launcher's SIGTERM and SIGINT. Nothing runs twice. A replica
     that was asked begins no further step, so the others come no further than the next round."""
     attentive = trial.on(env={"OVERTONE_PULSE": "0"})
-    loss = "tasks.language:LanguageTask.loss"
+    loss = "tasks.text.task:LanguageTask.loss"
     for moment, first, name in (
         (before(loss, rank=1, step=1, does="interrupt launcher"), 2, "SIGINT"),
-        (after("session:measure", step=10, does="terminate launcher"), 10, "SIGTERM"),
+        (after("runs.session:measure", step=10, does="terminate launcher"), 10, "SIGTERM"),
         (after("replica:Replica._propose", rank=1, step=16, does="terminate launcher"), 16, "SIGTERM"),
     ):
         ended = attentive.stopped_at(moment)
@@ -377,7 +378,7 @@ def test_asked_to_stop_it_saves_first(trial: Trial, unbroken: Trial) -> None:
 
 
 def test_one_replica_asked_to_stop_stops_all(trial: Trial, unbroken: Trial) -> None:
-    moment = before("tasks.language:LanguageTask.loss", rank=1, step=6, does="terminate myself")
+    moment = before("tasks.text.task:LanguageTask.loss", rank=1, step=6, does="terminate myself")
     ended = trial.on(env={"OVERTONE_PULSE": "0"}).stopped_at(moment)
     assert ended.status not in (0, None)
     step = trial.newest().step
@@ -396,7 +397,7 @@ def test_asked_to_stop_during_the_last_messages_it_finishes(trial: Trial, unbrok
 def test_a_replica_of_an_outer_torchrun_asked_to_stop_stops_all(trial: Trial, unbroken: Trial) -> None:
     """At the first step, after which the replicas always ask each other."""
     outer = trial.on(starter=Torchrun())
-    moment = before("tasks.language:LanguageTask.loss", rank=1, does="terminate myself")
+    moment = before("tasks.text.task:LanguageTask.loss", rank=1, does="terminate myself")
     ended = outer.stopped_at(moment)
     assert ended.status != 0
     step = trial.newest().step
@@ -439,7 +440,7 @@ def change(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 def after_step_12(replicas: int) -> Moment:
     """Of a run that went on from step 9: in step 13, when step 12 is saved."""
-    return after("inner:InnerStep.take", rank=1, count=4, until=saved(12, replicas))
+    return after("exchange.inner_step:InnerStep.take", rank=1, count=4, until=saved(12, replicas))
 
 
 @pytest.fixture
@@ -455,14 +456,14 @@ def mean_of(tensors: list[torch.Tensor]) -> torch.Tensor:
 def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, int], rare: Trial) -> None:
     old, new = change
     trial = rare.on(replicas=old)
-    trial.stopped_at(after("inner:InnerStep.take", rank=1, count=11, until=saved(9, old)))
-    assert trial.newest() == marks.Mark(9, False, old)
+    trial.stopped_at(after("exchange.inner_step:InnerStep.take", rank=1, count=11, until=saved(9, old)))
+    assert trial.newest() == index.Mark(9, False, old)
     then = trial.trees()
     assert all(tree["replica"]["counts"] == {"steps": 9, "rounds": 1, "steps_at_round": 8} for tree in then)
 
     # What the rule says, on the files themselves.
-    files = [marks.file_of(trial.checkpoints, trial.newest(), rank) for rank in range(old)]
-    blended = [checkpoint.blend(files, consensus=True, rank=rank) for rank in range(new)]
+    files = [index.file_of(trial.checkpoints, trial.newest(), rank) for rank in range(old)]
+    blended = [format.blend(files, consensus=True, rank=rank) for rank in range(new)]
     for tree in blended:
         for name in ("anchor", "momentum"):
             assert torch.equal(tree["replica"]["state"][name], then[0]["replica"]["state"][name])
@@ -477,7 +478,7 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
     changed = trial.on(replicas=new)
     ended = changed.stopped_at(after_step_12(new))
     assert f"goes on from step 9, saved by {old} replicas" in ended.said
-    now = changed.trees(marks.Mark(12, False, new))
+    now = changed.trees(index.Mark(12, False, new))
     for tree in now:
         for name in ("anchor", "momentum"):
             assert torch.equal(tree["replica"]["state"][name], then[0]["replica"]["state"][name])
@@ -504,7 +505,7 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
 
 def test_units_count_what_all_replicas_trained_on(trial: Trial) -> None:
     """Also across a change of their number: 6 steps of four, then 18 of two, each of 2 windows of 16 tokens."""
-    trial.on(replicas=4).stopped_at(after("inner:InnerStep.take", rank=1, count=8, until=saved(6, 4)))
+    trial.on(replicas=4).stopped_at(after("exchange.inner_step:InnerStep.take", rank=1, count=8, until=saved(6, 4)))
     trial.finished()
     units = [record["units"] for record in trial.log() if record["event"] == "train"]
     assert units == [32 * (4 * min(step, 6) + 2 * max(step - 6, 0)) for step in range(1, STEPS + 1)]
@@ -512,30 +513,30 @@ def test_units_count_what_all_replicas_trained_on(trial: Trial) -> None:
 
 def test_killed_after_the_number_changed_it_changes_again_alike(trial: Trial, tmp_path: Path) -> None:
     """And what the old replicas left behind disappears in time."""
-    trial.on(replicas=4).stopped_at(after("inner:InnerStep.take", rank=3, count=8, until=saved(6, 4)))
+    trial.on(replicas=4).stopped_at(after("exchange.inner_step:InnerStep.take", rank=3, count=8, until=saved(6, 4)))
     other = trial.on(folder=tmp_path / "other")
     shutil.copytree(trial.folder, other.folder)
     other.finished()
     for moment in (
-        after("saver:Saver.forget_after", rank=1),
+        after("runs.checkpoint.writer:Saver.forget_after", rank=1),
         after("replica:Replica._absorb", rank=1, step=8),
-        before("checkpoint:write", rank=1, match="*step-00000009/*", until=(file(9, 0),)),
+        before("runs.checkpoint.format:write", rank=1, match="*step-00000009/*", until=(file(9, 0),)),
         after("replica:Replica._absorb", rank=1, step=12, until=saved(9)),
     ):
         trial.stopped_at(moment)
     assert_same(trial.finished(), other)
-    assert {mark.replicas for mark in marks.complete(trial.checkpoints)} == {2}
+    assert {mark.replicas for mark in index.complete(trial.checkpoints)} == {2}
 
 
 def test_another_number_of_replicas_without_consensus(change: tuple[int, int], rare: Trial) -> None:
     """The new replica goes on from the old one of the same rank, modulo their number."""
     old, new = change
     trial = rare.on(replicas=old, flags=(*rare.flags, "--method", "published"))
-    trial.stopped_at(after("inner:InnerStep.take", rank=1, count=11, until=saved(9, old)))
+    trial.stopped_at(after("exchange.inner_step:InnerStep.take", rank=1, count=11, until=saved(9, old)))
     then = trial.trees()
     changed = trial.on(replicas=new)
     changed.stopped_at(after_step_12(new))
-    for rank, tree in enumerate(changed.trees(marks.Mark(12, False, new))):
+    for rank, tree in enumerate(changed.trees(index.Mark(12, False, new))):
         assert_equal(tree["replica"]["state"], then[rank % old]["replica"]["state"], f"replica {rank}")
         assert_equal(tree["replica"]["signal"], then[rank % old]["replica"]["signal"], f"replica {rank}")
     changed.finished()
@@ -663,7 +664,7 @@ def next_epoch(feed: Dealt) -> Dealt:
 def cut(unbroken: Trial, tmp_path_factory: pytest.TempPathFactory) -> Trial:
     """A run that was cut off when it had two checkpoints."""
     trial = unbroken.on(folder=tmp_path_factory.mktemp("cut") / "run")
-    trial.stopped_at(before("tasks.language:LanguageTask.loss", step=7, until=saved(6)))
+    trial.stopped_at(before("tasks.text.task:LanguageTask.loss", step=7, until=saved(6)))
     return trial
 
 
@@ -721,7 +722,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_there(
     harm(victim)
     files = trial.bytes_of_files()
     if damage == "missing":  # not complete, and therefore none
-        trial.stopped_at(before("tasks.language:LanguageTask.loss", step=3))
+        trial.stopped_at(before("tasks.text.task:LanguageTask.loss", step=3))
         assert trial.newest().step == 3
         return
     ended = trial.go(resume=True)
@@ -734,7 +735,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_there(
     if told.startswith("damaged"):
         assert f"Delete {victim.parent} to go on from the checkpoint before it" in line
     shutil.rmtree(victim.parent)
-    trial.stopped_at(after("checkpoint:restore"))
+    trial.stopped_at(after("runs.checkpoint.format:restore"))
     if damage == "truncated":
         assert_same(trial.finished(), unbroken)
 
@@ -758,7 +759,7 @@ def test_a_checkpoint_of_another_model_or_method_is_refused(
     assert ended.status == 1, ended
     assert told in one_line(ended.said)
     assert trial.bytes_of_files() == files
-    trial.stopped_at(after("checkpoint:restore"))
+    trial.stopped_at(after("runs.checkpoint.format:restore"))
 
 
 @pytest.mark.parametrize(
@@ -776,18 +777,18 @@ def test_any_header_is_refused_in_words(header: str, tmp_path: Path) -> None:
     with suppress(ValueError, RecursionError):
         parsed = json.loads(header)
         tree = parsed.get("tree") if isinstance(parsed, dict) else None
-        header = header.replace("FP", checkpoint.stamp(tree, sorted(tensors), tensors.__getitem__))
+        header = header.replace("FP", format.stamp(tree, sorted(tensors), tensors.__getitem__))
     path = tmp_path / "x.safetensors"
     safetensors.torch.save_file(tensors, str(path), metadata={"overtone": header})
-    with pytest.raises(checkpoint.CheckpointError, match=r"x\.safetensors"):
-        checkpoint.read(path)
+    with pytest.raises(format.CheckpointError, match=r"x\.safetensors"):
+        format.read(path)
 
 
 # -- the run's directory ------------------------------------------------------------------------------------------
 
 
 def test_a_directory_belongs_to_one_run_at_a_time(trial: Trial, unbroken: Trial) -> None:
-    hold = Moment("overtone.tasks.language:LanguageTask.loss", count=5, until=("go",), does="nothing")
+    hold = Moment("overtone.tasks.text.task:LanguageTask.loss", count=5, until=("go",), does="nothing")
     with running(trial.start(moment=hold)) as live:
         wait_until(lambda: (trial.folder / file(3, 0)).exists(), "the first checkpoint")
         for contender, resume, status, told in (
@@ -807,7 +808,7 @@ def test_a_directory_belongs_to_one_run_at_a_time(trial: Trial, unbroken: Trial)
 
 
 def test_a_directory_is_free_again_when_its_run_was_killed(trial: Trial, unbroken: Trial) -> None:
-    hold = Moment("overtone.tasks.language:LanguageTask.loss", count=5, until=("never",), does="nothing")
+    hold = Moment("overtone.tasks.text.task:LanguageTask.loss", count=5, until=("never",), does="nothing")
     with running(trial.start(moment=hold)) as live:
         wait_until(lambda: all((trial.folder / path).exists() for path in saved(3)), "the first checkpoint")
         pid = int((trial.folder / "lock").read_text().split()[0])

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from overtone import rundir
-from overtone.checkpoint import blend, write
 from overtone.errors import OvertoneError
-from overtone.marks import CheckpointError, Mark, complete, file_of, newest_common
-from overtone.nest import apart
-from overtone.saver import Saver
-from overtone.tasks.deal import Dealt, Deck
+from overtone.runs import directory
+from overtone.runs.checkpoint.format import blend, write
+from overtone.runs.checkpoint.index import CheckpointError, Mark, complete, file_of, newest_common
+from overtone.runs.checkpoint.tree import apart
+from overtone.runs.checkpoint.writer import Saver
+from overtone.tasks.sharding import Dealt, Deck
 from overtone.tasks.task import Tensors
 
 
@@ -54,9 +54,9 @@ def test_a_finished_one_is_newer_than_the_one_it_was_made_from(tmp_path: Path) -
 
 
 def test_stale_checkpoints_are_not_built_upon(tmp_path: Path) -> None:
-    put(tmp_path / rundir.CHECKPOINTS, Mark(1000, False, 1), 0)
+    put(tmp_path / directory.CHECKPOINTS, Mark(1000, False, 1), 0)
     with pytest.raises(OvertoneError, match="holds checkpoints of another run"):
-        rundir.refuse_used(tmp_path)
+        directory.refuse_used(tmp_path)
 
 
 def test_only_what_replicas_hold_is_folded(tmp_path: Path) -> None:

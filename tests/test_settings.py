@@ -8,11 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from overtone import commands, settings
-from overtone.arguments import parse
-from overtone.config import ConfigError, MethodChoice, Run, Saving, Training
+from overtone.cli import commands
+from overtone.cli.arguments import parse
 from overtone.errors import OvertoneError
-from overtone.recipes import RECIPES
+from overtone.runs import toml
+from overtone.runs.config import ConfigError, MethodChoice, Run, Saving, Training
+from overtone.runs.recipes import RECIPES
 from overtone.tasks import Language, TaskOptions
 
 ODD = Run(
@@ -28,8 +29,8 @@ ODD = Run(
 @pytest.mark.parametrize("config", [Run(), ODD, ODD.resolved(), *(recipe() for recipe in RECIPES.values())])
 def test_a_file_says_all_there_is(config: Run, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
-    file.write_text(settings.toml(config))
-    assert settings.load(file, Run()) == config
+    file.write_text(toml.toml(config))
+    assert toml.load(file, Run()) == config
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1))
@@ -38,12 +39,12 @@ def test_a_file_says_all_there_is(config: Run, tmp_path: Path) -> None:
 def test_what_is_written_can_be_read_back(name: str) -> None:
     """Whatever signs a path has: a run whose configuration cannot be read can be neither resumed nor exported."""
     config = Run(task=TaskOptions(data=name, model=name), out=Path(name))
-    assert settings.updated(Run(), settings.parsed(settings.toml(config), "test"), "test") == config
+    assert toml.updated(Run(), toml.parsed(toml.toml(config), "test"), "test") == config
 
 
 def test_a_name_that_is_no_text_is_refused_before_it_is_written() -> None:
     with pytest.raises(ConfigError, match=r"data=a\\udcff: not UTF-8"):
-        settings.toml(Run(task=TaskOptions(data="a\udcff")))
+        toml.toml(Run(task=TaskOptions(data="a\udcff")))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_a_mistake_in_a_file_is_named(text: str, told: str, tmp_path: Path) -> N
     file = tmp_path / "config.toml"
     file.write_text(text)
     with pytest.raises(OvertoneError) as caught:
-        settings.load(file, Run())
+        toml.load(file, Run())
     assert told in str(caught.value)
 
 
@@ -96,16 +97,16 @@ def test_the_last_of_two_counts_and_a_resumed_run_stays_where_it_is(tmp_path: Pa
 
 def test_a_replica_obeys_its_launcher_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").write_text("every = 9")
-    monkeypatch.setenv(settings.TOLD, settings.toml(ODD))
+    monkeypatch.setenv(toml.TOLD, toml.toml(ODD))
     assert parsed("--resume", str(tmp_path)) == ODD
-    monkeypatch.setenv(settings.TOLD, settings.toml(Run()))
+    monkeypatch.setenv(toml.TOLD, toml.toml(Run()))
     assert parsed("--resume", str(tmp_path)).choice.every is None
 
 
 def test_dashes_and_underscores_both_do(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("inner-lr = 0.5\nweight_decay = 0\n")
-    training = settings.load(file, Run()).training
+    training = toml.load(file, Run()).training
     assert (training.inner_lr, training.weight_decay) == (0.5, 0.0)
 
 
@@ -114,7 +115,7 @@ def test_every_key_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--help")
     helped = capsys.readouterr().out
-    for key in settings.flat(Run()):
+    for key in toml.flat(Run()):
         assert f"--{key.replace('_', '-')}" in helped
 
 
@@ -145,8 +146,9 @@ def test_a_dry_run_tells_what_a_recipe_costs(name: str, capsys: pytest.CaptureFi
 def test_the_memory_of_a_dry_run_is_the_replica_s_own() -> None:
     import torch
 
-    from overtone import METHODS, Replica, plan
-    from overtone.optimisers import build
+    from overtone import METHODS, Replica
+    from overtone.cli import plan
+    from overtone.runs.optimizers import build
 
     for row in METHODS.values():
         model = torch.nn.Sequential(torch.nn.Linear(80, 96), torch.nn.Linear(96, 7))

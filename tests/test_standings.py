@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 
 import overtone
-from overtone import history, report, settings, standings, table
-from overtone.config import ConfigError, MethodChoice, Simulation, Training
-from overtone.network import Link
-from overtone.runlog import RunLogError
-from overtone.simulation import simulate
+from overtone.report import history, page_data, standings, table
+from overtone.runs import toml
+from overtone.runs.config import ConfigError, MethodChoice, Simulation, Training
+from overtone.runs.log import RunLogError
+from overtone.runs.simulate import simulate
+from overtone.sim.network import Link
 from overtone.tasks import Language, TaskOptions
 
 Tell = Callable[..., history.History]
@@ -33,7 +34,7 @@ def tell(tmp_path: Path) -> Tell:
         start = {
             "event": "start", "step": 0, "simulated": True, "method": method, "numbers": row.numbers(),
             "consensus": row.consensus, "parameters": 1000, "steps": steps, "unit": "tokens", "units_per_step": 64,
-            "data": {"name": "a text", "fingerprint": "f00"}, "config": settings.flat(config.resolved()),
+            "data": {"name": "a text", "fingerprint": "f00"}, "config": toml.flat(config.resolved()),
             "environment": {"overtone": "0.1.0", "versions": {"torch": "2"}, "command": ["overtone"], "world": 1},
             **more,
         }  # fmt: skip
@@ -154,7 +155,7 @@ def test_what_may_not_be_compared_is_set_apart(tell: Tell, other: dict[str, Any]
     assert told in (standings.difference(second, first) or "")
     assert second.versus(second.rows[0]).loss_vs_diloco is None
     assert first.name != second.name
-    shown = report.data([first, second], title="t")
+    shown = page_data.data([first, second], title="t")
     assert told in shown["groups"][1]["note"]
     assert shown["groups"][0]["note"] is None
     assert told in table.markdown([first, second])
@@ -181,9 +182,9 @@ def test_what_went_wrong_is_marked_and_never_dropped(tell: Tell, tmp_path: Path)
         "diloco": ["unfinished at step 20 of 30"],
         "decoupled": ["diverged: it ended worse than it began"],
     }
-    shown = report.data([group], title="t")
+    shown = page_data.data([group], title="t")
     assert [run["status"] for run in shown["groups"][0]["runs"]] == ["finished", "diverged", "unfinished", "diverged"]
-    report.write(tmp_path / "page.html", [group], title="NaN")
+    page_data.write(tmp_path / "page.html", [group], title="NaN")
     assert "NaN" not in (tmp_path / "page.html").read_text().split('id="data"')[1].split("</script>")[0].replace(
         '"title":"NaN"', ""
     )
@@ -249,11 +250,11 @@ def test_the_report_overwrites_no_stranger(tell: Tell, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
     groups = standings.groups([tell("diloco", 2.0)])
     with pytest.raises(ConfigError, match=r"README\.md is there already"):
-        report.write(tmp_path / "README.html", groups, title="t")
+        page_data.write(tmp_path / "README.html", groups, title="t")
     with pytest.raises(ConfigError, match=r"ends in \.html"):
-        report.write(tmp_path / "page.md", groups, title="t")
+        page_data.write(tmp_path / "page.md", groups, title="t")
     for _ in range(2):
-        report.write(tmp_path / "page.html", groups, title="t")
+        page_data.write(tmp_path / "page.html", groups, title="t")
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
@@ -264,13 +265,13 @@ def test_several_sizes_make_a_scaling_chart(tell: Tell) -> None:
         for k in (2, 4, 8)
         for seed in (0, 1)
     ]
-    scaling = report.data(standings.groups(runs), title="t")["scaling"]
+    scaling = page_data.data(standings.groups(runs), title="t")["scaling"]
     assert [series["x"] for series in scaling["series"]] == [[2, 4, 8], [2, 4, 8]]
     assert [series["label"] for series in scaling["series"]] == ["diloco", "decoupled"]
     other = tell("decoupled", 9.0, replicas=4, steps=60, numbers={"every": 10, "transform": "none"})
-    with_other = report.data(standings.groups([*runs, other]), title="t")["scaling"]
+    with_other = page_data.data(standings.groups([*runs, other]), title="t")["scaling"]
     assert with_other["series"] == scaling["series"]  # another setting at one size says nothing about sizes
-    assert report.data(standings.groups(runs[:2]), title="t")["scaling"] is None
+    assert page_data.data(standings.groups(runs[:2]), title="t")["scaling"] is None
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,20 @@ from torch import nn
 
 import overtone
 import worlds
-from overtone import checkpoint, history, marks, nest, optimisers, runlog, settings, track
-from overtone.config import MethodChoice, Run, Saving, Simulation, Training
 from overtone.errors import OvertoneError
-from overtone.export import export
-from overtone.rundir import RunError
-from overtone.session import Session
-from overtone.simulation import simulate
+from overtone.report import history
+from overtone.runs import log as runlog
+from overtone.runs import optimizers, toml, trackers
+from overtone.runs.checkpoint import format, index
+from overtone.runs.checkpoint import tree as nest
+from overtone.runs.config import MethodChoice, Run, Saving, Simulation, Training
+from overtone.runs.directory import RunError
+from overtone.runs.export import export
+from overtone.runs.live import View
+from overtone.runs.loop import evaluate
+from overtone.runs.session import Session
+from overtone.runs.simulate import simulate
 from overtone.tasks import Image, Language, TaskOptions, load_task
-from overtone.train import evaluate
-from overtone.view import View
 
 SMALL = Language(width=32, layers=1, heads=2)
 TASKS = {
@@ -89,7 +93,7 @@ def test_real_processes_compute_what_the_simulator_does(task: str, tmp_path: Pat
     training, choice = Training(steps=10, batch=8), MethodChoice(every=4)
     config = Run(choice=choice, replicas=3, out=tmp_path / "run", task=TASKS[task], training=training, seed=5)
     file = tmp_path / "config.toml"
-    file.write_text(settings.toml(config))
+    file.write_text(toml.toml(config))
     done = overtone_train("--config", str(file))
     assert done.returncode == 0, done.stderr
     (real,) = events(config, "finish")
@@ -173,9 +177,9 @@ def test_validation_is_of_what_all_share() -> None:
 
     def build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = task.model()
-        return model, optimisers.build(model, training)
+        return model, optimizers.build(model, training)
 
-    from overtone.train import local_steps
+    from overtone.runs.loop import local_steps
 
     cluster = overtone.Cluster(build, overtone.decoupled(every=2), replicas=2)
     feeds = {rank: task.feed(rank, 2, batch=8, seed=0, skew=0.0) for rank in range(2)}
@@ -191,7 +195,7 @@ def test_validation_is_of_what_all_share() -> None:
 
 def test_schedules() -> None:
     def rates(schedule: Any) -> list[float]:
-        shape = optimisers.Schedule(Training(steps=100, warmup=10, inner_lr=1.0, schedule=schedule))
+        shape = optimizers.Schedule(Training(steps=100, warmup=10, inner_lr=1.0, schedule=schedule))
         return [shape.rate(step) for step in range(101)]
 
     for name in ("cosine", "wsd", "constant"):
@@ -208,8 +212,8 @@ def test_together_is_each_by_itself() -> None:
     """Muon takes the matrices between embedding and output; a rate set on the pair reaches both parts."""
     model = load_task(replace(TASKS["language"], model="gpt-neox-1m", language=Language(layers=1, width=32, heads=2)))
     weights = model.model()
-    inner = optimisers.build(weights, Training(inner="muon"))
-    assert isinstance(inner, optimisers.Together)
+    inner = optimizers.build(weights, Training(inner="muon"))
+    assert isinstance(inner, optimizers.Together)
     muon, adamw = inner.parts
     in_muon = {id(p) for group in muon.param_groups for p in group["params"]}
     in_adamw = {id(p) for group in adamw.param_groups for p in group["params"]}
@@ -217,7 +221,7 @@ def test_together_is_each_by_itself() -> None:
     for name, p in weights.named_parameters():
         matrix = p.ndim == 2 and id(p) not in ends
         assert (id(p) in in_muon, id(p) in in_adamw) == (matrix, not matrix), name
-    optimisers.Schedule(Training(warmup=0, inner_lr=0.25)).set(inner, 0)
+    optimizers.Schedule(Training(warmup=0, inner_lr=0.25)).set(inner, 0)
     assert {group["lr"] for part in inner.parts for group in part.param_groups} == {0.25}
     inner.load_state_dict(inner.state_dict())
     assert inner.param_groups[0] is muon.param_groups[0]
@@ -342,7 +346,7 @@ def test_a_forged_checkpoint_is_refused_in_one_line(part: str, stopped: Run) -> 
     (path,) = (stopped.out / "checkpoints").rglob("*.safetensors")
     genuine = path.read_bytes()
     for value in FORGED[part]:
-        tree = checkpoint.read(path)
+        tree = format.read(path)
         here, name = tree, part
         while name not in here:
             first, _, name = name.partition(".")
@@ -350,7 +354,7 @@ def test_a_forged_checkpoint_is_refused_in_one_line(part: str, stopped: Run) -> 
         here[name] = value
         tensors: dict[str, torch.Tensor] = {}
         plain = nest.apart(tree, tensors)
-        checkpoint.write(path, plain, tensors)
+        format.write(path, plain, tensors)
         begun = time.monotonic()
         try:
             with pytest.raises(OvertoneError) as caught:
@@ -367,7 +371,7 @@ def test_a_name_that_claims_a_billion_replicas_takes_no_time(tmp_path: Path) -> 
     place.mkdir()
     for name in ("replica-0-of-1000000000", "replica-0-of-0", "replica-7-of-1"):
         (place / f"{name}.safetensors").touch()
-    assert marks.complete(tmp_path) == []
+    assert index.complete(tmp_path) == []
 
 
 def test_tensorboard_s_place_may_be_taken(small: Run) -> None:
@@ -382,7 +386,7 @@ def test_tensorboard_s_thread_says_nothing_besides(tmp_path: Path, monkeypatch: 
     """What its thread could not write is told by the next call, once, and not in a traceback before it."""
     heard: list[object] = []
     monkeypatch.setattr(threading, "excepthook", heard.append)
-    board = track.TensorBoard(tmp_path, 0)
+    board = trackers.TensorBoard(tmp_path, 0)
 
     def full(data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -408,7 +412,7 @@ def test_tensorboard_has_what_the_log_has(small: Run) -> None:
     assert board.Scalars("round/bytes_sent")
 
 
-@pytest.mark.parametrize("name", track.TRACKERS)
+@pytest.mark.parametrize("name", trackers.TRACKERS)
 def test_trackers_hear_the_same(name: Any, small: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -539,11 +543,11 @@ def test_export_where_the_other_replicas_files_are_elsewhere(small: Run, tmp_pat
 
 
 def _start(config: Run, differ: dict[str, Any]) -> None:
-    from overtone import launch
-    from overtone.joining import connect
+    from overtone.runs import launch
+    from overtone.world.join import connect
 
     rank = connect().rank
-    launch.one_replica(settings.updated(config, differ if rank else {}, "test"), resume=False)
+    launch.one_replica(toml.updated(config, differ if rank else {}, "test"), resume=False)
 
 
 @pytest.mark.parametrize(
@@ -613,7 +617,7 @@ def test_a_replica_s_mistake_is_told_once_with_its_rank(tmp_path: Path) -> None:
 def test_it_runs_unchanged_under_torchrun(small: Run) -> None:
     assert small.out is not None
     file = small.out.with_name("config.toml")
-    file.write_text(settings.toml(replace(small, out=None)))
+    file.write_text(toml.toml(replace(small, out=None)))
     torchrun = Path(sys.executable).with_name("torchrun")
     command = [str(torchrun), "--nproc-per-node", "2", "-m", "overtone", "train", "--config", str(file)]
     done = subprocess.run(

@@ -14,10 +14,13 @@ import pytest
 import torch
 
 import overtone
-from overtone import agreement, fingerprint, kernels, kernels_numba, wire
-from overtone.buffers import Buffers
 from overtone.codec import TopK
-from overtone.wire import Expected, Header, Kind, Seal
+from overtone.coding import fingerprint
+from overtone.coding.kernels import in_numba, in_torch
+from overtone.exchange import agreement
+from overtone.exchange import message as wire
+from overtone.exchange.buffers import Buffers
+from overtone.exchange.message import Expected, Header, Kind, Seal
 from whole import decode_all, encode_all
 
 FOLDER = Path(__file__).parent / "vectors"
@@ -147,7 +150,7 @@ def test_payloads_are_the_committed_bytes(name: str) -> None:
     codec, shapes, _ = PAYLOADS[name]
     layout, vector = codec.layout(shapes), committed("payloads", name)
     assert payload_vector(name) == vector
-    for loops in (kernels, kernels_numba):
+    for loops in (in_torch, in_numba):
         assert encode_all(codec, signal(name), layout, loops)[0].hex() == vector["payload"]
         decoded = decode_all(codec, bytes.fromhex(vector["payload"]), layout, loops)
         assert {str(i): decoded[i].item() for i in decoded.nonzero().view(-1).tolist()} == vector["decoded"]

@@ -19,12 +19,14 @@ import torch.distributed as dist
 
 import overtone
 import worlds
-from overtone import Replica, launch, runlog, transport, watchdog
-from overtone.board import Board
+from overtone import Replica, transport
 from overtone.errors import MethodError, PeerError
-from overtone.launch import ReplicaError
+from overtone.runs import launch, log
+from overtone.runs.launch import ReplicaError
 from overtone.transport import Torch
-from overtone.watchdog import LEAST, ROUNDS, SLOWEST, Watchdog
+from overtone.world import watchdog
+from overtone.world.board import Board
+from overtone.world.watchdog import LEAST, ROUNDS, SLOWEST, Watchdog
 from running import SUPPORT, Cold, Moment, Trial, before, running, surroundings, wait_until
 from scenario import METHODS, backward, batches, build
 
@@ -181,8 +183,8 @@ def trial(tmp_path: Path) -> Trial:
     "moment",
     [
         Moment("start", rank=1, does="freeze"),
-        before("checkpoint:write", rank=1, does="freeze"),
-        before("saver:Saver.settle", rank=1, count=3, does="freeze"),
+        before("runs.checkpoint.format:write", rank=1, does="freeze"),
+        before("runs.checkpoint.writer:Saver.settle", rank=1, count=3, does="freeze"),
     ],
     ids=["joining", "writing a checkpoint", "a checkpoint's end"],
 )
@@ -247,7 +249,7 @@ def test_a_stop_sent_to_every_process_is_one_request(trial: Trial) -> None:
     """As a supervisor does that signals a whole group of processes: everything is saved, once."""
     long = trial.on(flags=(*trial.flags, "--schedule", "constant", "--warmup", "0"))
     with running(long.start("--steps", "1000000", "--checkpoint-every", "1000000")) as live:
-        wait_until(lambda: (long.folder / runlog.NAME).exists() and len(long.raw("train")) > 20, "some steps")
+        wait_until(lambda: (long.folder / log.NAME).exists() and len(long.raw("train")) > 20, "some steps")
         for pid in (live.pid, *children(live.pid)):
             os.kill(pid, signal.SIGTERM)
         ended = live.end(patience=60)
@@ -259,7 +261,7 @@ def test_a_replica_that_freezes_after_its_last_word_is_named(trial: Trial, monke
     """Here the launcher runs in this process, to be less patient."""
     monkeypatch.setattr(launch, "PATIENCE", 2.0)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    moment = Moment("overtone.launch:_end", rank=1, does="freeze")
+    moment = Moment("overtone.runs.launch:_end", rank=1, does="freeze")
     for name, value in {**surroundings(), **moment.environment(trial.folder, trial.note)}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ReplicaError, match="rank 1 did not end within 2 s of the others and was killed"):

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overtone import wire
 from overtone.errors import MethodError, WireError
-from overtone.wire import Expected, Header, Kind, Seal
+from overtone.exchange import message as wire
+from overtone.exchange.message import Expected, Header, Kind, Seal
 
 RUN, SCHEMA, ANCHOR = b"this run", b"schema..", b"anchor.."
 EXPECTED = Expected(7, RUN, SCHEMA)

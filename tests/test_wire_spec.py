@@ -638,7 +638,7 @@ def test_fingerprints_are_those_of_overtone() -> None:
     """Section 6 in plain Python: several rows, one not full, one that only filling up completes, none at all."""
     import torch
 
-    from overtone.fingerprint import of_tensor, of_tensors
+    from overtone.coding.fingerprint import of_tensor, of_tensors
 
     dice = torch.Generator().manual_seed(0)
     tensors = [

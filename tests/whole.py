@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from overtone import kernels
-from overtone.bits import Reader
 from overtone.codec import Codec
-from overtone.kernels import Kernels
-from overtone.layout import Layout
+from overtone.coding.bits import Reader
+from overtone.coding.kernels import Kernels, in_torch
+from overtone.coding.layout import Layout
 
 
-def encode_all(codec: Codec, flat: Tensor, layout: Layout, loops: Kernels = kernels) -> tuple[bytes, Tensor]:
+def encode_all(codec: Codec, flat: Tensor, layout: Layout, loops: Kernels = in_torch) -> tuple[bytes, Tensor]:
     """The payload, and what its sender says that receivers will decode."""
     blocks, sent = [], torch.zeros_like(flat)
     for slab in layout.slabs:
@@ -20,7 +19,7 @@ def encode_all(codec: Codec, flat: Tensor, layout: Layout, loops: Kernels = kern
     return b"".join(blocks), sent
 
 
-def decode_all(codec: Codec, payload: bytes, layout: Layout, loops: Kernels = kernels) -> Tensor:
+def decode_all(codec: Codec, payload: bytes, layout: Layout, loops: Kernels = in_torch) -> Tensor:
     """What a receiver decodes."""
     reader, ahead, flat = Reader(payload), Reader(payload), layout.empty(torch.device("cpu"))
     for slab in layout.slabs:

@@ -10,26 +10,14 @@ replica.finish()
 """
 
 from overtone.errors import OvertoneError
-from overtone.joining import connect
-from overtone.ledger import Ledger
-from overtone.methods import (
-    METHODS,
-    Method,
-    alone,
-    ddp,
-    decoupled,
-    demo,
-    diloco,
-    local_sgd,
-    published,
-    sparse_loco,
-)
-from overtone.network import Absence, Link
-from overtone.record import Round
+from overtone.ledger import Ledger, Round
+from overtone.methods import METHODS, Method, alone, ddp, decoupled, demo, diloco, local_sgd, published, sparse_loco
 from overtone.replica import Replica
-from overtone.simulate import Cluster
+from overtone.sim.cluster import Cluster
+from overtone.sim.network import Absence, Link
 from overtone.transport import Solo, Torch
 from overtone.version import __version__
+from overtone.world.join import connect
 
 __all__ = [
     "METHODS",

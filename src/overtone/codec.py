@@ -13,15 +13,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from overtone import dct, kernels
-from overtone.bits import Reader, field_bytes, tensor_bytes
+from overtone.coding import dct
+from overtone.coding.bits import Reader, field_bytes, tensor_bytes
+from overtone.coding.kernels import Kernels, in_torch
+from overtone.coding.kernels.in_torch import grid, largest_step
+from overtone.coding.layout import Layout, Slab
 from overtone.errors import MethodError, NotFiniteError, WireError
-from overtone.kernels import Kernels, grid, largest_step
-from overtone.layout import Layout, Slab
 
 BITS = (1, 2, 4, 8, 16, 32)
 FULL_CHUNK = 64 * 64  # `keep` counts coefficients per chunk of this area; other chunks keep in proportion
-MOST_CHUNK = 1024  # sums over larger chunks would not be exact any more (loops.quantise)
+MOST_CHUNK = 1024  # sums over larger chunks would not be exact any more (loops.quantize)
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Part:
 
     index: Tensor | None  # (c, k) int64, ascending
     values: Tensor  # (c, k) float32
-    loops: Kernels = kernels
+    loops: Kernels = in_torch
 
     def add_to(self, here: Tensor, scale: float = 1.0) -> None:
         """here += scale · self. Two elementwise operations in a fixed order, so the result is the same everywhere."""
@@ -66,15 +67,15 @@ class Codec(Protocol):
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout: ...
 
-    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = kernels) -> tuple[Block, Part]:
+    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = in_torch) -> tuple[Block, Part]:
         """The block of a slab's coefficients (c, a), and what receivers will decode from it."""
         ...
 
-    def decode(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> Part:
+    def decode(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> Part:
         """The part whose block comes next. Raises `WireError`; whatever the bytes, time and memory are bounded."""
         ...
 
-    def check(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> None:
+    def check(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> None:
         """Go past the next block; raises exactly if `decode` would."""
         ...
 
@@ -89,15 +90,15 @@ class Dense:
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
         return Layout.flat(shapes)
 
-    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = kernels) -> tuple[Block, Part]:  # noqa: ARG002
+    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = in_torch) -> tuple[Block, Part]:  # noqa: ARG002
         sent = coeffs.clone()
         return sent, Part(None, sent)
 
-    def decode(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> Part:  # noqa: ARG002
+    def decode(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> Part:  # noqa: ARG002
         values = reader.tensor(slab.size, torch.float32, "values").view(slab.chunks, slab.area)
         return Part(None, _finite(values, "values"))
 
-    def check(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> None:
+    def check(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> None:
         self.decode(reader, slab, loops)
 
 
@@ -156,7 +157,7 @@ class TopK:
         """Bits per value of the slab."""
         return max(self.bits, 16) if slab.plain else self.bits
 
-    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = kernels) -> tuple[Block, Part]:
+    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = in_torch) -> tuple[Block, Part]:
         k = self.kept(slab)
         if k == slab.area:
             index, chosen = None, coeffs
@@ -171,11 +172,11 @@ class TopK:
             data = loops.pack_positions(index, slab.area) + data
         return data, Part(index, values, loops)
 
-    def decode(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> Part:
+    def decode(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> Part:
         index, values = self._open(reader, slab, loops)
         return Part(index, values(), loops)
 
-    def check(self, reader: Reader, slab: Slab, loops: Kernels = kernels) -> None:
+    def check(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> None:
         self._open(reader, slab, loops)
 
     def _open(self, reader: Reader, slab: Slab, loops: Kernels) -> tuple[Tensor | None, Values]:
@@ -187,14 +188,14 @@ class TopK:
         return index, open_values(reader, shape, self.width(slab), where, loops)
 
 
-def check_payload(codec: Codec, reader: Reader, layout: Layout, loops: Kernels = kernels) -> None:
+def check_payload(codec: Codec, reader: Reader, layout: Layout, loops: Kernels = in_torch) -> None:
     """Read a whole payload and forget it; raises `WireError` unless it will decode."""
     for slab in layout.slabs:
         codec.check(reader, slab, loops)
     reader.end()
 
 
-def encode_values(values: Tensor, bits: int, loops: Kernels = kernels) -> tuple[bytes, Tensor]:
+def encode_values(values: Tensor, bits: int, loops: Kernels = in_torch) -> tuple[bytes, Tensor]:
     """(c, k) values to their bytes and to what those bytes decode to.
 
     16 and 32 bits are bf16 and fp32 as they are. Fewer are codes on a uniform grid with one step per chunk; at one bit
@@ -207,7 +208,7 @@ def encode_values(values: Tensor, bits: int, loops: Kernels = kernels) -> tuple[
     if bits == 16:
         narrow = narrow_bf16(values)
         return tensor_bytes(narrow), narrow.float()
-    step, codes, far = loops.quantise(values, bits)
+    step, codes, far = loops.quantize(values, bits)
     decoded = grid(codes, step, bits)
     data = tensor_bytes(step) + loops.pack_codes(codes, bits) + far.numel().to_bytes(4, "little")
     if far.numel():
@@ -217,7 +218,7 @@ def encode_values(values: Tensor, bits: int, loops: Kernels = kernels) -> tuple[
     return data, decoded
 
 
-def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, loops: Kernels = kernels) -> Values:
+def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, loops: Kernels = in_torch) -> Values:
     """(c, k) values from their bytes: the inverse of `encode_values`. Everything is verified now; the values are worked
     out when they are asked for."""
     c, k = shape

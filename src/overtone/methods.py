@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from overtone.codec import Codec, Dense, TopK
 from overtone.errors import MethodError
+from overtone.exchange.signals import Drift, Gradient, Signal, Silence
 from overtone.rules import DeMo, Mean, Outer, Published, Rule
-from overtone.signals import Drift, Gradient, Signal, Silence
 
 MOST_EVERY = 10**12
 MOST_DRAIN = 1024  # each is a dense message; twelve go most of the way

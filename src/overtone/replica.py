@@ -18,22 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overtone import agreement, fingerprint, greeting, saving
-from overtone.buffers import Buffers
 from overtone.codec import Block
+from overtone.coding import fingerprint
+from overtone.coding.kernels import kernels_for
 from overtone.errors import GaveUpError, MethodError, ModelError, NotFiniteError, OvertoneError, printable
-from overtone.exchange import Broadcast, Talk, hold
-from overtone.inner import Closure, InnerStep
-from overtone.joining import connect
-from overtone.kernels import kernels_for
-from overtone.ledger import Count
+from overtone.exchange import agreement, handshake, state
+from overtone.exchange.buffers import Buffers
+from overtone.exchange.inner_step import Closure, InnerStep
+from overtone.exchange.message import MOST_REPLICAS, Expected, Header, Kind, Seal
+from overtone.exchange.parameters import Parameters
+from overtone.exchange.patterns import WITH_PAYLOAD, Heard, Say, Setting, pattern_for
+from overtone.exchange.steps import Broadcast, Talk, hold
+from overtone.exchange.work import Work
+from overtone.ledger import Count, Round
 from overtone.methods import Method, decoupled
-from overtone.parameters import Parameters
-from overtone.patterns import WITH_PAYLOAD, Heard, Say, Setting, pattern_for
-from overtone.record import Round
 from overtone.transport import Transport, is_transport
-from overtone.wire import MOST_REPLICAS, Expected, Header, Kind, Seal
-from overtone.work import Work
+from overtone.world.join import connect
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Replica:
     # -- talks: a replica's side of every conversation (see exchange.py) -------------------------------------------
 
     def joining(self) -> Talk[None]:
-        yield from greeting.greet(self)
+        yield from handshake.greet(self)
 
     def rounding(self, method: Method | None = None) -> Talk[Round]:
         """A whole round; ``method`` is another row than the replica's own for the draining messages of `finish`."""
@@ -371,11 +371,11 @@ class Replica:
 
         The model and the inner optimiser have state of their own: save and load them beside this, the model first.
         """
-        return saving.save(self)
+        return state.save(self)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `state_dict`; refused, naming the difference, if it is of another model or method."""
-        saving.restore(self, saved)
+        state.restore(self, saved)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from overtone.codec import Part
+from overtone.coding.layout import Reading
 from overtone.errors import MethodError
-from overtone.layout import Reading
 
 State = dict[str, Tensor]
 Encode = Callable[[Tensor], Part]  # sends what it is given; returns what the receivers will decode

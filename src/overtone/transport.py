@@ -21,11 +21,11 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     BroadcastOptions,
 )
 
-from overtone.bits import bytes_tensor, tensor_bytes
-from overtone.board import Board, Store
+from overtone.coding.bits import bytes_tensor, tensor_bytes
 from overtone.errors import OvertoneError, PeerError, ToldError
 from overtone.ledger import Ledger
-from overtone.watchdog import Watchdog
+from overtone.world.board import Board, Store
+from overtone.world.watchdog import Watchdog
 
 MARGIN = 5.0  # seconds after its time-out at which torch gives up a collective by itself, so that a process can end
 FOREVER = timedelta(days=60)  # torch's own time-out of a group; each collective has one of ours

@@ -1,8 +1,8 @@
 """Ends a run of `overtone train` at a chosen moment. Python imports this file by itself when its folder is on
 PYTHONPATH; without the variable OVERTONE_MOMENT it does nothing.
 
-The variable is JSON: ``where`` names a function ("overtone.checkpoint:Saver._prune"), which is wrapped in the replica
-of this ``rank``. At the ``count``-th call (``edge`` before or after it; of those whose first argument is like ``match``
+The variable is JSON: ``where`` names a function ("overtone.rules:Outer.absorb"), which is wrapped in the replica of
+this ``rank``. At the ``count``-th call (``edge`` before or after it; of those whose first argument is like ``match``
 and that take place at local ``step``, where these are given), once the files ``until`` exist, the replica leaves a note
 that the moment was reached and does what ``does`` says.
 """
@@ -30,13 +30,13 @@ LATEST: dict[str, Any] = {}  # the newest Replica and Pulse of this process, by 
 def arm() -> None:
     """Wrap what the environment names; overtone has been imported."""
     if PULSE in os.environ:
-        importlib.import_module("overtone.upkeep").SECONDS = float(os.environ[PULSE])
+        importlib.import_module("overtone.runs.coordination").SECONDS = float(os.environ[PULSE])
     if VARIABLE not in os.environ:
         return
     moment = json.loads(os.environ[VARIABLE])
     if str(moment["rank"]) != os.environ.get("RANK", "0") or moment["where"] == "start":
         return
-    for where in ("overtone.replica:Replica", "overtone.upkeep:Pulse"):
+    for where in ("overtone.replica:Replica", "overtone.runs.coordination:Pulse"):
         _remember(*_find(f"{where}.__init__"))
     owner, name = _find(moment["where"])
     setattr(owner, name, _wrapped(getattr(owner, name), moment))
@@ -128,7 +128,7 @@ class _OnceLoaded(importlib.abc.MetaPathFinder):
     """Arms as soon as overtone.session, and with it all the rest, has been imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        if name != "overtone.session":
+        if name != "overtone.runs.session":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -102,7 +102,7 @@ def become(request: dict[str, Any]) -> None:
     """`overtone …` in this process, as a launcher or as one of its replicas."""
     import sitecustomize as moments
 
-    from overtone import launch
+    from overtone.runs import launch
 
     os.chdir(request["cwd"])
     if request["file_limit"]:
@@ -128,7 +128,7 @@ if __name__ == "__main__":
     import torch._dynamo  # every optimiser loads it
     import torch.utils.tensorboard
 
-    for name in ("commands", "launch", "session", "tasks.language", *sys.argv[2:]):
+    for name in ("cli.commands", "runs.launch", "runs.session", "tasks.text.task", *sys.argv[2:]):
         importlib.import_module(f"overtone.{name}")
     torch.set_num_threads(1)
     channel = socket.socket(fileno=int(sys.argv[1]))

@@ -1,6 +1,6 @@
 """How fast the codec is: one round's work on the tensors of a GPT, against the published path and against memory.
 
-A round is: the drift of the weights into the residual (accumulate), transform, select, quantise, pack, update the
+A round is: the drift of the weights into the residual (accumulate), transform, select, quantize, pack, update the
 residual; then check, unpack and average the payloads of all replicas, transform back into the weights. Everything in
 one run on the same tensors and the same threads; what counts are the ratios.
 """
@@ -19,16 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overtone import kernels
 from overtone.bench.reference import TRANSFORMS, Reference
-from overtone.bits import Reader
 from overtone.codec import Block, TopK, check_payload, mean
-from overtone.config import CodecBench, ConfigError
-from overtone.kernels import Kernels, kernels_for
-from overtone.layout import Slab
-from overtone.limits import refuse_beyond_memory
+from overtone.coding.bits import Reader
+from overtone.coding.kernels import Kernels, in_torch, kernels_for
+from overtone.coding.layout import Slab
+from overtone.common.limits import refuse_beyond_memory
+from overtone.exchange.work import Work
 from overtone.rules import Mean, Outer
-from overtone.work import Work
+from overtone.runs.config import CodecBench, ConfigError
 
 Shapes = Sequence[tuple[int, ...]]
 CPU = torch.device("cpu")
@@ -215,8 +214,8 @@ def run(bench: CodecBench, say: Callable[[str], None]) -> dict[str, Any]:
         return Ours(shapes, TopK(keep=keep, bits=bits), bench.replicas, loops)
 
     paths: dict[str, Callable[[], Ours | Theirs]] = {"overtone": lambda: ours(bench.keep, bench.bits)}
-    if loops is not kernels:
-        paths["overtone, torch only"] = lambda: ours(bench.keep, bench.bits, kernels)
+    if loops is not in_torch:
+        paths["overtone, torch only"] = lambda: ours(bench.keep, bench.bits, in_torch)
     for name in TRANSFORMS:
         paths[f"reference, {name}"] = lambda name=name: Theirs(shapes, bench.keep, bench.replicas, name)  # type: ignore[misc]
     paths["overtone, keep 512, 1 bit"] = lambda: ours(512, 1)

@@ -17,7 +17,7 @@ import scipy.fft
 import torch
 from torch import Tensor
 
-from overtone import dct
+from overtone.coding import dct
 
 Cut = tuple[int, int, int, int]  # rows of chunks, columns of chunks, height, width
 Transform = Callable[[Tensor, bool], Tensor]  # (down, across, h, w); True is the inverse

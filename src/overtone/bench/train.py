@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overtone import optimisers
-from overtone.config import TrainBench, Training
-from overtone.joining import connect
 from overtone.methods import ddp, decoupled
 from overtone.replica import Replica
+from overtone.runs import optimizers
+from overtone.runs.config import TrainBench, Training
+from overtone.runs.coordination import Upkeep
+from overtone.runs.loop import Own, local_steps
 from overtone.tasks import Task, load_task
-from overtone.train import Own, local_steps
 from overtone.transport import Solo, Transport
-from overtone.upkeep import Upkeep
+from overtone.world.join import connect
 
 Segment = Callable[[], float]  # runs some steps; seconds they took
 
@@ -85,7 +85,7 @@ def _race(ours: Segment, theirs: Segment, segments: int, tell: Callable[[Any], l
 
 def _ours(task: Task, training: Training, steps: int, transport: Transport, method: Any) -> Segment:
     model = _model(task)
-    replica = Replica(model, optimisers.build(model, training), method, transport)
+    replica = Replica(model, optimizers.build(model, training), method, transport)
     feed = task.feed(transport.rank, transport.size, batch=training.batch, seed=0, skew=0.0)
     loop = local_steps(Own(replica), task, {transport.rank: feed}, training)
 
@@ -107,7 +107,7 @@ def _bare(
 ) -> Segment:
     """The loop as anyone writes it, around a model of torch's own making."""
     model = _model(task)
-    inner = optimisers.build(model, training)
+    inner = optimizers.build(model, training)
     trained = around(model)
     feed = task.feed(transport.rank, transport.size, batch=training.batch, seed=0, skew=0.0)
 

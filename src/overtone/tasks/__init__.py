@@ -6,18 +6,18 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from overtone.tasks.deal import Dealt, Deck, Feed, Samples, TaskError
+from overtone.common.machine_errors import OWN_TASK
 from overtone.tasks.options import Image, Language, TaskOptions
+from overtone.tasks.sharding import Dealt, Deck, Feed, Samples, TaskError
 from overtone.tasks.sources import existing, needs, refuse_no_tokenizer
 from overtone.tasks.task import Task, Tensors
-from overtone.trouble import OWN_TASK
 
 __all__ = [
     "Dealt", "Deck", "Feed", "Image", "Language", "Samples", "Task", "TaskError", "TaskOptions", "Tensors", "load_task",
     "refuse_missing", "refuse_untrusted",
 ]  # fmt: skip
 
-BUILT_IN = {"language": "overtone.tasks.language", "image": "overtone.tasks.image"}
+BUILT_IN = {"language": "overtone.tasks.text.task", "image": "overtone.tasks.image.task"}
 
 
 def load_task(options: TaskOptions, *, to_train: bool = True) -> Task:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from overtone.limits import SIZES, Limit, check
-from overtone.tasks.deal import TaskError
+from overtone.common.limits import SIZES, Limit, check
+from overtone.tasks.sharding import TaskError
 
 MOST_SIDE = 1 << 14
 

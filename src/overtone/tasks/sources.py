@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from overtone.limits import refuse_beyond_memory
-from overtone.tasks.deal import TaskError
+from overtone.common.limits import refuse_beyond_memory
+from overtone.tasks.sharding import TaskError
 
 VALID = ("validation", "valid", "val", "dev", "test")  # what a validation part is called, the likeliest first
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overtone.tasks.deal import Dealt, Deck, Feed, Samples
+from overtone.tasks.sharding import Dealt, Deck, Feed, Samples
 
 Batch = Any  # whatever the task's own samples give and its own loss takes: a tensor, or a tuple of them
 

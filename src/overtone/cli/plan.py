@@ -1,0 +1,153 @@
+"""What a method will do with a model's tensors, before anything runs: which are compressed, which travel densely, and
+the bytes of a round. The policy itself is the codec's; here it is put into words."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from torch import nn
+
+from overtone.codec import TopK
+from overtone.coding.layout import Slab
+from overtone.common.limits import human_bytes
+from overtone.exchange.message import HEADER_BYTES, Seal
+from overtone.ledger import Ledger
+from overtone.methods import METHODS, Method, method_named
+from overtone.runs.config import Run
+from overtone.runs.optimizers import INNER_STATES
+from overtone.tasks import TaskOptions, load_task
+
+
+def describe(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> Group:
+    """One line per tensor, then the whole message."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("tensor", "shape", "travels", "bytes"):
+        shown.add_column(column, justify="right" if column == "bytes" else "left")
+    for name, shape in shapes.items():
+        travels, size = how(method, shape)
+        shown.add_row(name, "x".join(map(str, shape)) or "scalar", travels, human_bytes(round(size)))
+    return Group(shown, "", _sum(method, shapes, replicas))
+
+
+def shapes_of(options: TaskOptions) -> dict[str, tuple[int, ...]]:
+    """The exchanged tensors of a task's model, built on no device and without its data."""
+    with torch.device("meta"):
+        model = load_task(replace(options, data="none"), to_train=False).model()
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def dry_run(config: Run) -> Group:
+    """What a run would cost: parameters, bytes per round of each method, memory of each replica."""
+    shapes = shapes_of(config.task)
+    parameters = sum(map(math.prod, shapes.values()))
+    world = config.replicas
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("method", "every", "message", "sent a round", "sent in all", "memory"):
+        shown.add_column(column, justify="left" if column == "method" else "right")
+    for name, row in METHODS.items():
+        numbers = {"every": config.choice.every} if config.choice.every and takes(row, "every") else {}
+        method = config.choice.build() if name == config.choice.method else method_named(name, **numbers)
+        message, sent = round_bytes(method, shapes, world)
+        rounds = config.training.steps // method.every if method.every else 0
+        shown.add_row(
+            f"[bold]{name}[/bold]" if name == config.choice.method else name,
+            str(method.every or "never"),
+            human_bytes(message),
+            human_bytes(sent),
+            human_bytes(sent * rounds),
+            human_bytes(memory(method, shapes, config.training.inner)),
+        )
+    training = config.training
+    return Group(
+        f"{config.task.task}, {config.task.model or 'the default model'}: {parameters:,} parameters, {world} replicas, "
+        f"{training.steps:,} steps of {training.samples:,} samples each",
+        shown,
+        "[dim]sent: by one replica, in about the least bytes possible; in all: without the last messages.\n"
+        "memory: of one replica for weights, gradients, inner optimiser and exchange, in fp32; activations come on\n"
+        "top, and a copy of all but the gradients in main memory for checkpoints.[/dim]",
+    )
+
+
+def takes(row: Callable[..., Method], number: str) -> bool:
+    return number in inspect.signature(row).parameters
+
+
+def memory(method: Method, shapes: Mapping[str, tuple[int, ...]], inner: str) -> int:
+    """Bytes that a replica's state takes: counted on tensors without content, as the replica itself would make them."""
+    weights = sum(map(math.prod, shapes.values()))
+    layout = method.codec.layout([torch.Size(shape) for shape in shapes.values()])
+    with torch.device("meta"):
+        state = method.rule.begin(torch.empty(layout.size), lossless=method.codec.lossless)
+        start = method.signal([nn.Parameter(torch.empty(shape)) for shape in shapes.values()])
+        start.begin()
+    if method.every is None:
+        state = {}
+    exchange = sum(tensor.numel() for tensor in [*state.values(), *start.state()])
+    return 4 * (exchange + weights * (2 + INNER_STATES[inner]))
+
+
+def how(method: Method, shape: tuple[int, ...]) -> tuple[str, float]:
+    """How a tensor travels, in words, and about how many bytes it takes in one message."""
+    size = math.prod(shape)
+    if method.every is None:
+        return "never", 0.0
+    if not isinstance(method.codec, TopK):
+        return "densely, fp32", 4.0 * size
+    codec = method.codec
+    slabs = codec.layout([shape]).slabs
+    if slabs and slabs[0].plain:
+        return f"densely, {'fp32' if codec.width(slabs[0]) == 32 else 'bf16'}", codec.width(slabs[0]) * size / 8
+    chunks: dict[tuple[int, int], int] = {}
+    for slab in slabs:
+        chunks[slab.h, slab.w] = chunks.get((slab.h, slab.w), 0) + slab.chunks
+    kept = {(slab.h, slab.w): codec.kept(slab) for slab in slabs}
+    words = [f"{kept[h, w]} of each {h}x{w} ({n})" for (h, w), n in chunks.items()]
+    return ", ".join(words), sum(bits_of(codec, slab) for slab in slabs) / 8
+
+
+def bits_of(codec: TopK, slab: Slab) -> float:
+    """The least a slab can take: log2 C(a, k) for positions, k · bits for values, 16 for each scale. Messages are
+    within 6 % of it while less than half of a chunk is kept: tests/test_codec.py."""
+    k, width = codec.kept(slab), codec.width(slab)
+    return slab.chunks * (math.log2(math.comb(slab.area, k)) + k * width + (16 if width < 16 else 0))
+
+
+def round_bytes(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> tuple[int, int]:
+    """About how long a message is, and how much a replica sends in a round."""
+    if method.every is None:
+        return 0, 0
+    payload = sum(how(method, shape)[1] for shape in shapes.values())
+    message = round(payload + HEADER_BYTES + Seal().size)
+    ledger = Ledger()
+    if method.codec.reduces:
+        ledger.summed(round(payload), replicas)
+    else:
+        ledger.gathered(message, replicas)
+    return message, ledger.now.sent
+
+
+def _sum(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> str:
+    parameters = sum(map(math.prod, shapes.values()))
+    if method.every is None:
+        return f"{method.name}: {parameters / 1e6:.2f} M parameters, nothing is ever sent."
+    message, sent = round_bytes(method, shapes, replicas)
+    pattern = "summed on the way" if method.codec.reduces else "gathered by all"
+    dense = ""
+    if isinstance(method.codec, TopK):
+        codec = method.codec
+        dense = (
+            f"\nThe strongest coefficients of each chunk travel at {codec.bits} bit{'s' if codec.bits > 1 else ''}; "
+            f"densely travel tensors of one axis and those of fewer than {codec.plain_below} values. Sizes are the "
+            "least possible: real messages are within 6 % of it if at most half is kept; outliers add to it."
+        )
+    return (
+        f"{method.name}: {parameters / 1e6:.2f} M parameters, {human_bytes(message)} per message, every "
+        f"{method.every} steps, {pattern}: each of {replicas} replicas sends about {human_bytes(sent)} a round, "
+        f"{8 * message / parameters:.3g} bits per parameter and message.{dense}"
+    )

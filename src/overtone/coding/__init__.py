@@ -1,0 +1,1 @@
+"""From tensors to coefficients to bytes: chunks, transform, bit packing, fingerprints. Imports torch only."""

@@ -1,0 +1,199 @@
+"""The inner loops of the codec as whole-tensor operations: any device, no dependency beyond torch.
+
+Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from overtone.coding.bits import (
+    Reader,
+    bytes_tensor,
+    field_bytes,
+    pack_fields,
+    pack_flags,
+    tensor_bytes,
+    unpack_fields,
+    unpack_flags,
+)
+from overtone.errors import WireError
+
+EXCEPTIONAL = 4.0  # a value this many times its chunk's mean (more, where the grid reaches further) is an exception
+PASSES = 3  # of assigning levels and refitting the step
+FRACTION = 24  # bits to which magnitudes are known when a step is fitted
+
+
+def select(coeffs: Tensor, k: int) -> Tensor:
+    """(c, a) to (c, k): positions of the k < a largest magnitudes, ascending; the lower position wins a tie.
+
+    Magnitudes are compared by their bits, which sort as whole numbers; infinity and NaN come out strongest.
+    """
+    c, _ = coeffs.shape
+    strength = coeffs.view(torch.int32) & 0x7FFFFFFF
+    weakest = strength.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    chosen = strength >= weakest
+    if int(chosen.sum()) != c * k:  # ties at the threshold: keep just enough of them, from the front
+        above = strength > weakest
+        ties = strength == weakest
+        room = k - above.sum(dim=1, keepdim=True)
+        chosen = above | (ties & (ties.cumsum(dim=1) <= room))
+    return chosen.nonzero()[:, 1].view(c, k)
+
+
+# -- positions: Rice-coded gaps ------------------------------------------------------------------------------------
+
+
+def widths(area: int, k: int) -> range:
+    """The Rice widths worth trying: around the one that suits k positions spread evenly over ``area``."""
+    guess = (area // k).bit_length() - 1
+    return range(max(0, guess - 2), guess + 3)
+
+
+def longest_unary(shape: tuple[int, int], area: int, width: int) -> int:
+    """Bytes that the unary part cannot exceed: a one per position, and no chunk's gaps add up to more than it has."""
+    c, k = shape
+    return field_bytes(c * k + c * (area >> width), 1)
+
+
+def pack_positions(index: Tensor, area: int) -> bytes:
+    """Rice code of (c, k) ascending positions below ``area``: one byte of width, the low bits of the gaps verbatim,
+    their high parts in unary.
+
+    For the k strongest of 4096 this stays within 5 % of log2 C(4096, k): tests/test_kernels.py.
+    """
+    gaps = (torch.diff(index.cpu(), dim=1, prepend=torch.tensor(-1).expand(len(index), 1)) - 1).view(-1)
+    costs = {w: gaps.numel() * w + int((gaps >> w).sum()) for w in widths(area, index.shape[1])}
+    width = min(costs, key=lambda w: (costs[w], w))
+    ends = ((gaps >> width) + 1).cumsum(0) - 1  # where each unary number puts its closing one
+    unary = torch.zeros(int(ends[-1]) + 1, dtype=torch.bool)
+    unary[ends] = True
+    high = tensor_bytes(pack_flags(unary))
+    low = tensor_bytes(pack_fields(gaps & ((1 << width) - 1), width))
+    return bytes([width]) + low + len(high).to_bytes(4, "little") + high
+
+
+def unpack_positions(reader: Reader, shape: tuple[int, int], area: int, what: str) -> Tensor:
+    """(c, k) ascending positions, none beyond ``area``."""
+    width, low_bytes, high_bytes = open_positions(reader, shape, area, what)
+    c, k = shape
+    low = Reader(low_bytes).fields(c * k, width, what)
+    ends = unpack_flags(Reader(high_bytes).tensor(len(high_bytes), torch.uint8, what), len(high_bytes) * 8).nonzero()
+    if ends.numel() != c * k:
+        raise miscounted(what, c * k)
+    high = torch.diff(ends.view(-1), prepend=torch.tensor([-1])) - 1
+    index = ((high << width) + low + 1).view(shape).cumsum(1) - 1
+    if int(index[:, -1].max()) >= area:
+        raise beyond(what, area)
+    return index
+
+
+def open_positions(reader: Reader, shape: tuple[int, int], area: int, what: str) -> tuple[int, bytes, bytes]:
+    """Rice width, low parts and unary parts, their lengths checked."""
+    c, k = shape
+    width = reader.number(1, what)
+    allowed = widths(area, k)
+    if width not in allowed:
+        raise WireError(f"{what}: Rice width {width}, not in {allowed[0]} to {allowed[-1]}; the message is corrupt")
+    low = reader.take(field_bytes(c * k, width), what)
+    length = reader.number(4, what)
+    most = longest_unary(shape, area, width)
+    if length > most:
+        raise WireError(f"{what}: {length} bytes of unary numbers, at most {most} are possible; the message is corrupt")
+    high = reader.take(length, what)
+    if high[-1:] == b"\0":
+        raise WireError(f"{what}: unary numbers end with a zero byte; the message is corrupt")
+    return width, low, high
+
+
+def miscounted(what: str, due: int) -> WireError:
+    return WireError(f"{what}: more or fewer than the {due} positions that are due; the message is corrupt")
+
+
+def beyond(what: str, area: int) -> WireError:
+    return WireError(f"{what}: a position beyond the {area} there are; the message is corrupt")
+
+
+# -- values: a uniform grid per chunk ------------------------------------------------------------------------------
+
+
+def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(c, k) values to (c,) bf16 steps, (c, k) uint8 codes, and where in the c · k values the exceptions are.
+
+    Code q stands for (q − half + ½) · step with half = 2**(bits − 1): a grid symmetric about zero, its step the best
+    fit in least squares. Magnitudes enter the fit as whole numbers, 24 bits below the chunk's largest, so that all sums
+    are exact in fp64, in any order. Exceptions, too far beyond the grid, do not take part.
+    """
+    _, k = values.shape
+    half = 1 << (bits - 1)
+    magnitude = values.abs()
+    _, exponent = torch.frexp(magnitude.amax(dim=1, keepdim=True))
+    scale = ((1023 + FRACTION - exponent.to(torch.int64)) << 52).view(torch.float64)  # 2**(24 − exponent), exactly
+    whole = (magnitude.double() * scale).floor_()
+    far = whole * k > EXCEPTIONAL * max(1.0, half / 2) * whole.sum(dim=1, keepdim=True)
+    whole.masked_fill_(far, 0.0)
+    level, step = _fit(whole, (~far).double(), half)
+    narrow = (step / scale).clamp_(max=largest_step(bits, torch.bfloat16)).to(torch.float32).to(torch.bfloat16)
+    codes = torch.where(values < 0, half - 1 - level, half + level).to(torch.uint8)
+    return narrow.view(-1), codes, far.view(-1).nonzero().view(-1)
+
+
+def _fit(whole: Tensor, mask: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """(c, k) levels and (c, 1) steps that minimise Σ (whole − (level + ½) · step)² where the mask is 1."""
+    level = torch.zeros_like(whole)
+    if half == 1:
+        return level, 2 * whole.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min_(1)
+    step = whole.amax(dim=1, keepdim=True) / (half - 0.5)
+    for _ in range(PASSES):
+        level = (whole / step.masked_fill(step == 0, 1.0)).floor_().clamp_(max=half - 1)
+        odd = (2 * level + 1) * mask
+        step = 2 * (whole * odd).sum(dim=1, keepdim=True) / (odd * odd).sum(dim=1, keepdim=True).clamp_min_(1)
+    return level, step
+
+
+def largest_step(bits: int, dtype: torch.dtype) -> float:
+    """The largest step with which every point of the grid is finite in ``dtype``."""
+    return torch.finfo(dtype).max / max(1.0, (1 << (bits - 1)) - 0.5)
+
+
+def pack_codes(codes: Tensor, bits: int) -> bytes:
+    return tensor_bytes(pack_fields(codes.view(-1).cpu(), bits))
+
+
+def unpack_grid(packed: bytes, step: Tensor, k: int, bits: int) -> Tensor:
+    """(c, k) values from their codes and the (c,) steps."""
+    codes = unpack_fields(bytes_tensor(packed, torch.uint8), len(step) * k, bits)
+    return grid(codes.view(len(step), k), step, bits)
+
+
+def grid(codes: Tensor, step: Tensor, bits: int) -> Tensor:
+    """(q − half + ½) · step: codes (c, k), steps (c,). Exact in fp32: both factors are short."""
+    return (codes.to(torch.float32) - ((1 << (bits - 1)) - 0.5)).mul_(step.float().unsqueeze(1))
+
+
+# -- sums ----------------------------------------------------------------------------------------------------------
+
+
+def add(here: Tensor, index: Tensor, values: Tensor) -> None:
+    """here[chunk, index] += values, in place. Positions are unique within a chunk."""
+    index, values = index.to(here.device), values.to(here.device)
+    here.scatter_(1, index, here.gather(1, index) + values)
+
+
+# -- fingerprints --------------------------------------------------------------------------------------------------
+
+
+_ROWS = 64  # hashed at once: they stay in the cache
+
+
+def row_hashes(words: Tensor, weights: Tensor) -> Tensor:
+    """(r, l) 64-bit words and (l,) weights to (r,): Σ weight · (word ^ word >> 32) modulo 2**64, for each row."""
+    mixed = torch.empty_like(words[:_ROWS])
+    hashes = torch.empty(len(words), dtype=torch.int64, device=words.device)
+    for first in range(0, len(words), _ROWS):
+        some = words[first : first + _ROWS]
+        here = torch.bitwise_right_shift(some, 32, out=mixed[: len(some)])
+        here.bitwise_and_(0xFFFFFFFF).bitwise_xor_(some).mul_(weights)  # int64 wraps, as modulo 2**64 must
+        torch.sum(here, dim=1, out=hashes[first : first + _ROWS])
+    return hashes

@@ -1,0 +1,1 @@
+"""One round: what is exchanged, in which messages, and how replicas agree on it. Imports torch only."""

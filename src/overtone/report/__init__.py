@@ -1,0 +1,1 @@
+"""From run logs to tables and pages."""

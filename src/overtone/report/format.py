@@ -1,0 +1,29 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from overtone.common.limits import human_bytes
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """What runs that are compared have in common."""
+    return (
+        f"{facts['parameters']:,} parameters, {facts['replicas']} replicas, {facts['steps']} steps, "
+        f"{facts['units'] // facts['replicas']:,} {facts['unit']} per replica ({facts['data']})"
+    )
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """A simulated run in a few lines."""
+    replicas, units = result["replicas"], result["units_per_replica"]
+    facts = {**result, "units": units * replicas, "data": result["data"]["name"]}
+    return (
+        f"{headline(facts)}\n"
+        f"[bold]{result['method']}[/bold]: loss {result['val_loss']:.4f} "
+        f"(anchor {result['val_loss_anchor']:.4f}, mean of replicas {result['val_loss_average']:.4f}), "
+        f"{human_bytes(result['bytes_sent'])} sent per replica in {result['rounds']} rounds, "
+        f"drift {result['max_drift']:.1%}, {result['simulated_seconds']:.0f} s on the virtual network"
+    )

@@ -1,0 +1,54 @@
+"""A comparison as one HTML file: template, style, scripts and data in a single string that needs no network.
+
+The browser's part is plain JavaScript, a file per idea, joined in the order of ``SCRIPTS``; Chart.js draws.
+"""
+
+from __future__ import annotations
+
+import html as markup
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+SCRIPTS = ("dom", "words", "theme", "link", "series", "names", "charts", "table", "runs", "page")
+# Inside a script element these would end it, hide the rest of the page, or break a line of JavaScript.
+ESCAPES = {"</": "<\\/", "<!--": "<\\u0021--", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def html(data: Mapping[str, Any]) -> str:
+    """The whole page. ``data`` is what page_data.py gathers; numbers that are not finite become null."""
+    parts = {
+        "title": markup.escape(str(data["title"])),
+        "style": _text("page.css"),
+        "dark": _text("dark.css"),
+        "chart": _text("vendor/chart.umd.min.js"),
+        "scripts": "\n".join(_text(f"{name}.js") for name in SCRIPTS),
+        "data": _embedded(data),
+    }
+    # One pass: a part that happens to contain a placeholder is left as it is.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text("template.html"))
+
+
+def _text(name: str) -> str:
+    return (resources.files(__name__) / name).read_text(encoding="utf-8")
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    text = json.dumps(_finite(data), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    for found, escaped in ESCAPES.items():
+        text = text.replace(found, escaped)
+    return text
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,167 @@
+"""The table of a group of runs: for the terminal, as Markdown, as CSV."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from overtone.common.limits import human_bytes
+from overtone.errors import one_line, printable
+from overtone.report.standings import Group, Row, difference
+
+LEGEND = {  # by column
+    "loss": "on held-out data, after the last messages; ± half of what lies between the best and the worst seed.",
+    "loss vs DiLoCo": "of the rows of `diloco` that exchange most often those with most seeds, and of these the best.",
+    "gain kept": "the share of DiLoCo's gain over `alone` (one replica, no communication) that survives.",
+    "bytes sent": "by one replica over the whole run, as its ledger counted them.",
+    "drift": "between replicas: the largest distance of one's weights from the mean of all, before the last messages.",
+}
+FORMULA = ("=", "+", "-", "@", "\t", "\n", "\\")  # control characters are spelt out with a backslash
+SAME = ("perplexity", "bits_per_byte", "top5")  # say what loss and top1 say already; the page and the CSV have them
+
+
+def cells(group: Group) -> tuple[list[str], list[list[str]]]:
+    """Headers, and the rows as people read them."""
+    extra = list(dict.fromkeys(name for row in group.rows for name in row.metrics if name not in SAME))
+    words = [name.replace("_", " ") for name in extra]
+    headers = ["method", "loss", *words, "loss vs DiLoCo", "gain kept", "bytes sent", "bytes vs DiLoCo", "vs DDP",
+               "drift", ""]  # fmt: skip
+    body = []
+    for row in group.rows:
+        versus = group.versus(row)
+        body.append(
+            [
+                row.label,
+                loss_words(row),
+                *(number(row.metrics.get(name)) for name in extra),
+                percent(versus.loss_vs_diloco, signed=True),
+                percent(versus.gain_kept),
+                "" if row.bytes is None else human_bytes(row.bytes),
+                ratio(versus.less_than_diloco),
+                ratio(versus.less_than_ddp),
+                percent(row.drift, digits=1),
+                "; ".join(row.marks),
+            ]
+        )
+    kept = [i for i, name in enumerate(headers) if any(line[i] for line in body) or name in ("method", "loss")]
+    return [headers[i] for i in kept], [[line[i] for i in kept] for line in body]
+
+
+def notes(group: Group, first: Group) -> list[str]:
+    """What must be said above it."""
+    apart = difference(group, first)
+    return [*([apart] if apart else []), *group.notes]
+
+
+def legend(groups: Sequence[Group]) -> list[str]:
+    """A sentence for each column that is there and needs one."""
+    there = {header for group in groups for header in cells(group)[0]}
+    return [f"{column}: {words}" for column, words in LEGEND.items() if column in there]
+
+
+def terminal(group: Group) -> Table:
+    headers, body = cells(group)
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for header in headers:
+        words = header in ("method", "")
+        shown.add_column(escape(printable(header)), justify="left" if words else "right", no_wrap=header == "method")
+    for line in body:
+        shown.add_row(*(escape(printable(cell)) for cell in line))
+    return shown
+
+
+def markdown(groups: Sequence[Group]) -> str:
+    parts = []
+    for group in groups:
+        headers, body = cells(group)
+        parts += [f"## {plain(group.name)}", "", *(f"{plain(note)}\n" for note in notes(group, groups[0]))]
+        parts += [_line(headers), _line(["---"] * len(headers)), *map(_line, body), ""]
+    return "\n".join([*parts, *(f"- {line}" for line in legend(groups))]) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(plain(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def plain(text: str) -> str:
+    """Words of a log on one line of Markdown, which passes HTML through to whoever shows it."""
+    return html.escape(one_line(text), quote=False)
+
+
+def as_csv(groups: Sequence[Group]) -> str:
+    """Raw numbers, a line for each row of each group."""
+    lines = [_raw(group, row) for group in groups for row in group.rows]
+    columns = list(dict.fromkeys(column for line in lines for column in line))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writerow({column: harmless(column) for column in columns})
+    writer.writerows({column: harmless(value) for column, value in line.items()} for line in lines)
+    return file.getvalue()
+
+
+def harmless(value: Any) -> Any:
+    """A text that a spreadsheet would take for a formula, made one that it shows; numbers stay numbers."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(FORMULA) else text
+
+
+def _raw(group: Group, row: Row) -> dict[str, Any]:
+    return {
+        "group": group.name,
+        "method": row.method,
+        "label": row.label,
+        "seeds": " ".join(map(str, row.seeds)),
+        "loss": row.loss,
+        "spread": row.spread,
+        "bytes_sent": row.bytes,
+        **vars(group.versus(row)),
+        "drift": row.drift,
+        "rounds": row.rounds,
+        "waiting": row.waiting,
+        "residual": row.residual,
+        "marks": "; ".join(row.marks),
+        **row.metrics,
+    }
+
+
+def loss_words(row: Row) -> str:
+    if row.loss is None:
+        return "none yet"
+    return f"{row.loss:.3f}" + ("" if row.spread is None else f" ± {row.spread / 2:.3f}")
+
+
+def percent(share: float | None, *, digits: int = 0, signed: bool = False) -> str:
+    if share is None:
+        return ""
+    if not math.isfinite(share):
+        return "–"
+    share = round(share, digits + 2 + signed) + 0.0
+    return f"{share:+.1%}" if signed else f"{share:.{digits}%}"
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def ratio(fewer: float | None) -> str:
+    """«56x fewer», «7x more», or what fits when one of the two is nothing."""
+    if fewer is None:
+        return ""
+    if math.isinf(fewer):
+        return "nothing"
+    if round(fewer, 3) == 1:
+        return "1x"
+    return f"{_times(fewer)}x fewer" if fewer > 1 else f"{_times(1 / fewer)}x more"
+
+
+def _times(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

@@ -1,0 +1,1 @@
+"""Whole runs: configuration, training loop, checkpoints, run log, processes."""

@@ -1,0 +1,139 @@
+"""The directory of a run: its name, and who may write into it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import time
+from pathlib import Path
+from typing import IO
+
+from overtone.errors import OvertoneError, printable
+from overtone.runs import log
+from overtone.runs.checkpoint.index import present
+
+CONFIG = "config.toml"
+CHECKPOINTS = "checkpoints"
+LOCK = "lock"
+PATIENCE = 2.0  # seconds: another replica of this run is about to let go, or it is another run's
+RUNS = Path("runs")
+
+
+class RunError(OvertoneError, RuntimeError):
+    """A run directory that cannot be used."""
+
+
+class UnfitRunError(RunError):
+    """A run directory that cannot be meant: used already, not a run, not a place to write to."""
+
+    status = 2
+
+
+def fresh(method: str) -> Path:
+    """A new directory below runs/."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{method}"
+    path, number = RUNS / name, 1
+    while path.exists():
+        number += 1
+        path = RUNS / f"{name}-{number}"
+    return path
+
+
+def elected(name: object) -> Path:
+    """The directory below runs/ that another rank has chosen: it may choose a name there, and nothing else."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+        raise RunError(f"run {printable(str(name))}: chosen by rank 0, but not the name of a directory; give --out")
+    return RUNS / name
+
+
+def refuse_used(folder: Path, way_out: str | None = None) -> None:
+    """A new run needs a directory that holds none; on each host, where the replicas have disks of their own."""
+    if (folder / log.NAME).exists():
+        way_out = way_out or f"--resume {folder} goes on with it, or choose another --out"
+        raise UnfitRunError(f"run {folder}: holds a run already; {way_out}")
+    if any(True for _ in present(folder / CHECKPOINTS)):
+        raise UnfitRunError(f"run {folder}: holds checkpoints of another run; delete them, or choose another --out")
+
+
+def refuse_unused(folder: Path, why: str) -> None:
+    if not (folder / CONFIG).exists():
+        raise UnfitRunError(f"{why} {folder}: no run there (it has no {CONFIG}); give the directory of a run")
+
+
+def claim(folder: Path, world: str | None = None) -> IO[str]:
+    """Make the directory this run's own until the process ends: the kernel gives a lock back when its holder dies,
+    however it dies. Replicas of one ``world`` hold it together; without one, a process holds it alone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise UnfitRunError(f"run {folder}: {error.strerror}; choose an --out that can be written") from error
+    alone = _locked(file, fcntl.LOCK_EX)
+    if alone:
+        file.truncate(0)
+        file.write(f"{os.getpid()} {world or ''}\n")
+        file.flush()
+    if world is None:
+        if not alone:
+            raise _in_use(folder, file)
+        return file
+    # From alone to together is two steps for the kernel, and somebody else may come in between: who is here is read
+    # only when the lock is held.
+    if not _locked(file, fcntl.LOCK_SH, patience=PATIENCE) or _holder(file)[1:] != [world]:
+        raise _in_use(folder, file)
+    return file
+
+
+def _locked(file: IO[str], kind: int, patience: float = 0.0) -> bool:
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.02)
+
+
+def _holder(file: IO[str]) -> list[str]:
+    """Process and world of whoever took the lock first."""
+    file.seek(0)
+    return file.read(200).split()
+
+
+def _in_use(folder: Path, file: IO[str]) -> RunError:
+    process = " ".join(_holder(file)[:1]) or "unknown"
+    file.close()
+    return RunError(f"run {folder}: in use by a live run (process {process}); wait for it, or choose another --out")
+
+
+def refuse_busy(folder: Path) -> None:
+    """Early, before any replica is started."""
+    if folder.exists():
+        claim(folder).close()
+
+
+def write_config(folder: Path, text: str) -> None:
+    """What the run was started with, for `--resume` and `export`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / CONFIG, text)
+    except OSError as error:
+        raise RunError(f"run {folder}: {error.strerror}; free some space or choose another --out") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Written beside, then renamed. A link is followed; a device or a pipe is not a file to replace."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,65 @@
+"""A run's model for others: the weights that all replicas share, in the form that their libraries load."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from overtone.replica import Replica
+from overtone.runs import directory, log, optimizers, toml
+from overtone.runs.checkpoint import format
+from overtone.runs.checkpoint.index import CheckpointError, Mark, complete, file_of, present
+from overtone.runs.config import Run
+from overtone.runs.directory import RunError, UnfitRunError
+from overtone.runs.loop import evaluate
+from overtone.tasks import load_task, refuse_untrusted
+from overtone.transport import Solo
+
+
+def export(
+    run: Path, folder: Path, *, task: str | None = None, trust_task: bool = False
+) -> tuple[int, dict[str, float]]:
+    """The newest complete checkpoint's shared model into ``folder``; its step, and its validation metrics. A task that
+    is a Python file must be named in ``task``, or trusted as the run's configuration names it."""
+    directory.refuse_unused(run, "export")
+    if folder.exists():
+        raise UnfitRunError(f"export {folder}: exists already; give a new folder")
+    config = toml.load(run / directory.CONFIG, Run())
+    if task is not None:
+        config = replace(config, task=replace(config.task, task=task))
+    elif not trust_task:
+        refuse_untrusted(config.task, run, "export")
+    mark = _newest(run)
+    file = file_of(run / directory.CHECKPOINTS, mark, 0)
+    tree = format.read(file)
+    loaded = load_task(config.task)
+    model = loaded.model()
+    replica = Replica(model, optimizers.build(model, config.training), config.choice.build(), Solo())
+    with format.reading(file, "model or optimiser"):
+        format.restore(replica, tree)
+    beside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        beside.mkdir(parents=True)
+        with replica.anchor() as shared:
+            shared.eval()
+            loaded.export(shared, beside)
+            metrics = evaluate(loaded, shared)
+        beside.rename(folder)
+    except OSError as error:
+        raise RunError(f"export {folder}: {error.strerror or error}; nothing was written") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return mark.step, metrics
+
+
+def _newest(run: Path) -> Mark:
+    """The newest complete checkpoint. Where the replicas have disks of their own, their files are not all here; what
+    the log says was saved is complete then, and replica 0's file has all that they share."""
+    folder = run / directory.CHECKPOINTS
+    saved = log.last(run, "saved") or {"step": -1}
+    marks = [*complete(folder), *(m for m, rank, _ in present(folder) if rank == 0 and m.step <= saved["step"])]
+    if not marks:
+        raise CheckpointError(f"{run}: no complete checkpoint to export; train on with --resume {run}")
+    return max(marks)

@@ -1,0 +1,1 @@
+"""K virtual replicas in one process, on a virtual network."""

@@ -1,0 +1,79 @@
+"""A small decoder transformer over bytes, in plain PyTorch: the language task's model when none is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overtone.common.limits import SIZES, check
+from overtone.tasks.sharding import TaskError
+
+BYTES = 256  # the vocabulary
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The transformer's numbers. The default has 0.36 M parameters."""
+
+    width: int = 96
+    layers: int = 3
+    heads: int = 4
+    context: int = 64
+
+    def __post_init__(self) -> None:
+        check(self, SIZES, TaskError)
+        if self.width % self.heads:
+            raise TaskError(f"heads={self.heads}: must divide the width, {self.width}")
+
+    @property
+    def parameters(self) -> int:
+        """How many they make."""
+        return self.width * (self.layers * (12 * self.width + 4) + BYTES + self.context + 2)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, each added to the stream."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.attend_norm = nn.LayerNorm(size.width)
+        self.attend_in = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.attend_out = nn.Linear(size.width, size.width, bias=False)
+        self.mlp_norm = nn.LayerNorm(size.width)
+        self.mlp_in = nn.Linear(size.width, 4 * size.width, bias=False)
+        self.mlp_out = nn.Linear(4 * size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, time, width)
+        batch, time, width = x.shape
+        qkv = self.attend_in(self.attend_norm(x)).view(batch, time, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width / heads)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attend_out(heads.transpose(1, 2).reshape(batch, time, width))
+        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return out
+
+
+class ByteTransformer(nn.Module):
+    """Bytes in, logits of each next byte out. The embedding is also the output matrix."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(BYTES, size.width)
+        self.place = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                # Matrices that write into the stream start smaller, so that depth does not swell it.
+                shrink = (2 * size.layers) ** -0.5 if name.endswith("_out.weight") else 1.0
+                nn.init.normal_(p, std=0.02 * shrink)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) int64 to (batch, time, 256); time is at most the context."""
+        x = self.embed(tokens) + self.place.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embed.weight)

@@ -1,0 +1,1 @@
+"""A world of processes: how replicas join one, and how they wait for each other."""
