@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from overtone.cli.arguments import parse
-from overtone.errors import MethodError
+from overtone.errors import ConfigError, MethodError
 from overtone.report import compare, history
 from overtone.runs import toml
-from overtone.runs.config import Comparison, ConfigError, Run, Simulation
+from overtone.runs.config import Comparison, Run, Simulation
 from overtone.runs.simulate import simulate
 
 TINY = ["--batch", "2", "--width", "32", "--layers", "1", "--heads", "2", "--valid-samples", "8", "--every", "4"]

@@ -11,14 +11,13 @@ import pytest
 import torch.distributed as dist
 
 import worlds
-from overtone.errors import OvertoneError, PeerError
+from overtone.errors import OvertoneError, PeerError, RunError
 from overtone.exchange import patterns
 from overtone.exchange.message import HEADER_BYTES, Kind, Seal
 from overtone.exchange.steps import hold
 from overtone.ledger import Ledger
 from overtone.runs import coordination, directory
 from overtone.runs.coordination import Asked, Pulse, Upkeep
-from overtone.runs.directory import RunError
 from overtone.transport import Begun, Torch
 
 LIAR = 1

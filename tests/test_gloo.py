@@ -196,7 +196,7 @@ def test_a_killed_replica_is_noticed_by_all(method: overtone.Method, tmp_path: P
     assert victim == {"died": -signal.SIGKILL}
     for rank, survivor in enumerate(survivors):
         found = survivor["value"]
-        assert found["told"].startswith(f"ToldError: rank {rank} of 3: the exchange broke off"), found
+        assert found["told"].startswith(f"RelayedError: rank {rank} of 3: the exchange broke off"), found
         assert found["waited"] < 60
         assert found["same"]
 

@@ -20,7 +20,8 @@ import torch
 import transformers
 from PIL import Image as Pil
 
-from overtone.tasks import Image, TaskError, TaskOptions, load_task
+from overtone.errors import TaskError
+from overtone.tasks import Image, TaskOptions, load_task
 from overtone.tasks.image import source
 from overtone.tasks.image.augment import mirrored, shifted
 from overtone.tasks.image.dataset import hold_out, load_pictures

@@ -18,8 +18,8 @@ import tokenizers
 import torch
 import transformers
 
-from overtone.errors import visible
-from overtone.tasks import Language, TaskError, TaskOptions, load_task
+from overtone.errors import TaskError, visible
+from overtone.tasks import Language, TaskOptions, load_task
 from overtone.tasks.text import stream
 from overtone.tasks.text import tokenizer as alphabet
 from overtone.tasks.text.byte_model import ByteTransformer, ModelSize

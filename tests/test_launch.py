@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from overtone.runs.launch import ReplicaError, Started, Wanted, _conclude, cause
+from overtone.errors import ReplicaError
+from overtone.runs.launch import Started, Wanted, _conclude, cause
 
 BROKEN = "rank 0 of 2: the exchange broke off: a replica died or the network was cut (Connection closed by peer)"
 HEARD = {"told": True}

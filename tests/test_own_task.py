@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("tyro")
 
+from overtone.errors import TaskError
 from overtone.runs import log
-from overtone.tasks import TaskError, TaskOptions, load_task
+from overtone.tasks import TaskOptions, load_task
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_task.py"
 RUN = ["--replicas", "2", "--steps", "60", "--every", "10"]

@@ -27,6 +27,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from overtone.errors import CheckpointError
 from overtone.runs import log as runlog
 from overtone.runs.checkpoint import format, index
 from overtone.tasks.sharding import Dealt, Deck
@@ -780,7 +781,7 @@ def test_any_header_is_refused_in_words(header: str, tmp_path: Path) -> None:
         header = header.replace("FP", format.stamp(tree, sorted(tensors), tensors.__getitem__))
     path = tmp_path / "x.safetensors"
     safetensors.torch.save_file(tensors, str(path), metadata={"overtone": header})
-    with pytest.raises(format.CheckpointError, match=r"x\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
         format.read(path)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from overtone.errors import OvertoneError
+from overtone.errors import CheckpointError, OvertoneError
 from overtone.runs import directory
 from overtone.runs.checkpoint.format import blend, write
-from overtone.runs.checkpoint.index import CheckpointError, Mark, complete, file_of, newest_common
+from overtone.runs.checkpoint.index import Mark, complete, file_of, newest_common
 from overtone.runs.checkpoint.tree import apart
 from overtone.runs.checkpoint.writer import Saver
 from overtone.tasks.sharding import Dealt, Deck

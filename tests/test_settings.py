@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from overtone.cli import commands
 from overtone.cli.arguments import parse
-from overtone.errors import OvertoneError
+from overtone.errors import ConfigError, OvertoneError
 from overtone.runs import toml
-from overtone.runs.config import ConfigError, MethodChoice, Run, Saving, Training
+from overtone.runs.config import MethodChoice, Run, Saving, Training
 from overtone.runs.recipes import RECIPES
 from overtone.tasks import Language, TaskOptions
 

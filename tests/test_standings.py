@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 import overtone
+from overtone.errors import ConfigError, RunLogError
 from overtone.report import history, page_data, standings, table
 from overtone.runs import toml
-from overtone.runs.config import ConfigError, MethodChoice, Simulation, Training
-from overtone.runs.log import RunLogError
+from overtone.runs.config import MethodChoice, Simulation, Training
 from overtone.runs.simulate import simulate
 from overtone.sim.network import Link
 from overtone.tasks import Language, TaskOptions

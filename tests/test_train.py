@@ -23,14 +23,13 @@ from torch import nn
 
 import overtone
 import worlds
-from overtone.errors import OvertoneError
+from overtone.errors import DamagedLogWarning, OvertoneError, RunError, RunLogError
 from overtone.report import history
 from overtone.runs import log as runlog
 from overtone.runs import optimizers, toml, trackers
 from overtone.runs.checkpoint import format, index
 from overtone.runs.checkpoint import tree as nest
 from overtone.runs.config import MethodChoice, Run, Saving, Simulation, Training
-from overtone.runs.directory import RunError
 from overtone.runs.export import export
 from overtone.runs.live import View
 from overtone.runs.loop import evaluate
@@ -270,7 +269,7 @@ def test_a_log_that_was_cut_reads_as_if_it_had_not_been(tmp_path: Path) -> None:
     assert [(r["event"], r["step"]) for r in runlog.read(file)] == [
         ("start", 0), ("train", 1), ("resume", 1), ("train", 2),
     ]  # fmt: skip
-    with pytest.raises(runlog.RunLogError, match="give the directory of a run"):
+    with pytest.raises(RunLogError, match="give the directory of a run"):
         runlog.read(tmp_path / "nowhere")
 
 
@@ -296,7 +295,7 @@ def test_a_damaged_log_locks_nobody_out(where: int, damage: str, small: Run) -> 
     log.write_bytes(b"\n".join([*lines[:where], text, *lines[where:]]) + b"\n")
     told = rf"run\.jsonl: line {where + 1} cannot"
     for work in (lambda: run(small, resume=True), lambda: history.load(small.out).finish["metrics"]):
-        with pytest.warns(runlog.DamagedLogWarning, match=told) if is_told else nullcontext():
+        with pytest.warns(DamagedLogWarning, match=told) if is_told else nullcontext():
             assert work()
 
 

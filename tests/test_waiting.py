@@ -20,9 +20,8 @@ import torch.distributed as dist
 import overtone
 import worlds
 from overtone import Replica, transport
-from overtone.errors import MethodError, PeerError
+from overtone.errors import MethodError, PeerError, ReplicaError
 from overtone.runs import launch, log
-from overtone.runs.launch import ReplicaError
 from overtone.transport import Torch
 from overtone.world import watchdog
 from overtone.world.board import Board

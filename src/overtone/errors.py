@@ -1,4 +1,4 @@
-"""What can go wrong, as the user meets it. Every message names the thing, the value, the rule and the way out."""
+"""All errors, as the user meets them. Every message names the thing, the value, the rule and the way out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MethodError(OvertoneError, ValueError):
     status = 2
 
 
-class SurroundingsError(OvertoneError, ValueError):
+class EnvironmentVariableError(OvertoneError, ValueError):
     """A variable of the environment that says what it cannot mean."""
 
     status = 2
@@ -41,7 +41,7 @@ class PeerError(OvertoneError, RuntimeError):
     """A replica could not take part in a round; raised on every rank, naming the one at fault."""
 
 
-class ToldError(PeerError):
+class RelayedError(PeerError):
     """Somebody else's failure, as this rank heard of it: the one at fault says more."""
 
 
@@ -63,6 +63,76 @@ class NotFiniteError(OvertoneError, ValueError):
 
 class StateError(OvertoneError, ValueError):
     """A saved state does not fit this replica."""
+
+
+# -- of whole runs: configuration, data, files, processes -----------------------------------------------------------
+
+
+class ConfigError(OvertoneError, ValueError):
+    """A number of the run that cannot be used."""
+
+    status = 2
+
+
+class TaskError(OvertoneError, ValueError):
+    """The task's data or model cannot be used."""
+
+    status = 2
+
+
+class StreamError(TaskError):
+    """A stream that broke off: no fault of what was typed."""
+
+    status = 1
+
+
+class RunError(OvertoneError, RuntimeError):
+    """A run directory that cannot be used."""
+
+
+class UnfitRunError(RunError):
+    """A run directory that cannot be meant: used already, not a run, not a place to write to."""
+
+    status = 2
+
+
+class CheckpointError(OvertoneError, RuntimeError):
+    """A checkpoint that cannot be written or read."""
+
+
+class RunLogError(OvertoneError, RuntimeError):
+    """A run log that cannot be written or read."""
+
+
+class NotALogError(RunLogError):
+    """What was named is not the log of a run."""
+
+    status = 2
+
+
+class DamagedLogWarning(OvertoneWarning):
+    """Lines of a run log that cannot be read; the others can."""
+
+
+class ReplicaError(OvertoneError, RuntimeError):
+    """A replica of the run failed; its own words, and its own status: what was typed wrong is so in a replica too."""
+
+    def __init__(self, words: str, status: int = 1) -> None:
+        super().__init__(words)
+        self.status = status  # type: ignore[misc]
+
+
+class MachineError(OvertoneError, RuntimeError):
+    """The machine could not do what was asked."""
+
+
+class FileNameError(MachineError):
+    """The name of a file that the system does not take."""
+
+    status = 2
+
+
+# -- words in messages ---------------------------------------------------------------------------------------------
 
 
 def visible(text: str) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 from overtone.coding.bits import bytes_tensor, tensor_bytes
-from overtone.errors import OvertoneError, PeerError, ToldError
+from overtone.errors import OvertoneError, PeerError, RelayedError
 from overtone.ledger import Ledger
 from overtone.world.board import Board, Store
 from overtone.world.watchdog import Watchdog
@@ -138,7 +138,7 @@ class Torch:
         except OvertoneError:
             raise
         except RuntimeError as error:
-            raise ToldError(
+            raise RelayedError(
                 f"rank {self.rank} of {self.size}: the exchange broke off: {self.watchdog.broken(error)}; no "
                 "weight was touched. Restart all from a checkpoint"
             ) from error

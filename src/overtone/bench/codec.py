@@ -25,9 +25,10 @@ from overtone.coding.bits import Reader
 from overtone.coding.kernels import Kernels, in_torch, kernels_for
 from overtone.coding.layout import Slab
 from overtone.common.limits import refuse_beyond_memory
+from overtone.errors import ConfigError
 from overtone.exchange.work import Work
 from overtone.rules import Mean, Outer
-from overtone.runs.config import CodecBench, ConfigError
+from overtone.runs.config import CodecBench
 
 Shapes = Sequence[tuple[int, ...]]
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import tyro
 
 from overtone.cli.commands import Bench, Demo, Export, Plan, Report, Train
-from overtone.errors import OvertoneError, OvertoneWarning, one_line, printable
+from overtone.errors import ConfigError, OvertoneError, OvertoneWarning, one_line, printable
 from overtone.runs import directory, toml
-from overtone.runs.config import Comparison, ConfigError, Run, Simulation
+from overtone.runs.config import Comparison, Run, Simulation
 from overtone.runs.recipes import RECIPES
 from overtone.tasks import refuse_untrusted
 

@@ -21,12 +21,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from overtone.cli import plan
 from overtone.common import limits
-from overtone.errors import printable, shortened
+from overtone.errors import ConfigError, NotALogError, RunError, printable, shortened
 from overtone.report import compare, history, page_data, standings, table
 from overtone.report.format import headline, summary
 from overtone.report.live_table import LiveTable
-from overtone.runs import directory, log, simulate
-from overtone.runs.config import CodecBench, Comparison, ConfigError, MethodChoice, Run, Simulation, TrainBench
+from overtone.runs import directory, simulate
+from overtone.runs.config import CodecBench, Comparison, MethodChoice, Run, Simulation, TrainBench
 from overtone.runs.directory import write_whole
 from overtone.runs.live import metrics_line
 from overtone.runs.recipes import demo
@@ -170,7 +170,7 @@ def _compare(asked: Comparison, folder: Path, again: str) -> None:
     failed = {folder.name: state.words for folder, state in states.items() if state.state == "failed"}
     if failed:
         name, words = next(iter(failed.items()))
-        raise directory.RunError(f"{len(failed)} of {len(cells)} runs failed, first {name}: {words}")
+        raise RunError(f"{len(failed)} of {len(cells)} runs failed, first {name}: {words}")
 
 
 @run.register
@@ -185,7 +185,7 @@ def _sound(run: history.History) -> history.History:
     try:
         page_data.data(standings.groups([run]), title="")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise log.NotALogError(f"{run.path}: the log lacks what a report needs ({shortened(error)})") from error
+        raise NotALogError(f"{run.path}: the log lacks what a report needs ({shortened(error)})") from error
     return run
 
 

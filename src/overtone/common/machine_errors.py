@@ -12,21 +12,11 @@ from types import TracebackType
 
 import torch
 
-from overtone.errors import OvertoneError
+from overtone.errors import FileNameError, MachineError, OvertoneError
 
 TYPED = (errno.ENAMETOOLONG, errno.ELOOP)  # can only be the fault of a name that somebody gave
 NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "alloc_cpu")  # torch's words for it
 OWN_TASK = "overtone_task_"  # how modules of users' own tasks are called
-
-
-class MachineError(OvertoneError, RuntimeError):
-    """The machine could not do what was asked."""
-
-
-class FileNameError(MachineError):
-    """The name of a file that the system does not take."""
-
-    status = 2
 
 
 @contextmanager

@@ -18,11 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from overtone.errors import ConfigError
 from overtone.methods import METHODS, takes
 from overtone.report import history
 from overtone.report.history import History
 from overtone.runs import coordination, directory, toml
-from overtone.runs.config import Comparison, ConfigError, MethodChoice, Network, Run, Saving, Simulation
+from overtone.runs.config import Comparison, MethodChoice, Network, Run, Saving, Simulation
 from overtone.tasks import refuse_missing
 
 CELLS = "runs"  # below the comparison's own directory

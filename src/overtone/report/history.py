@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from overtone.errors import OvertoneError
+from overtone.errors import NotALogError, OvertoneError, RunLogError
 from overtone.runs import log as runlog
 from overtone.runs import toml
 from overtone.runs.config import Run, Simulation
-from overtone.runs.log import NotALogError, Record, RunLogError
+from overtone.runs.log import Record
 
 PLACE = frozenset(("out", "json", "device", "threads", "timeout", "port", "track"))  # where a run is, not what
 # What does not set a row apart: seeds make one row, the runs of a group share replicas, model and data (whatever the

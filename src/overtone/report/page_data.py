@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from overtone.errors import ConfigError
 from overtone.report import page, table
 from overtone.report.history import History
 from overtone.report.standings import AVERAGE, SHARED, Group, Row, labels
-from overtone.runs.config import ConfigError, Network
+from overtone.runs.config import Network
 from overtone.runs.directory import write_whole
 from overtone.runs.log import Record
 from overtone.version import __version__

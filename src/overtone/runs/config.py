@@ -9,16 +9,10 @@ from typing import Literal
 from overtone.codec import TopK
 from overtone.common import limits
 from overtone.common.limits import COUNT, Limit, check
-from overtone.errors import MethodError, OvertoneError
+from overtone.errors import ConfigError, MethodError
 from overtone.methods import Method, method_named
 from overtone.tasks.options import Language, TaskOptions
 from overtone.world.watchdog import LONGEST
-
-
-class ConfigError(OvertoneError, ValueError):
-    """A number of the run that cannot be used."""
-
-    status = 2
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from overtone.coding import fingerprint
 from overtone.common.machine_errors import in_words
-from overtone.errors import OvertoneError, PeerError, ToldError, WireError, printable
+from overtone.errors import OvertoneError, PeerError, RelayedError, WireError, printable
 from overtone.exchange.message import NOBODY, Expected, Header, Kind, Letter, Seal, seal_message, unseal_message
 from overtone.exchange.patterns import tell
 from overtone.exchange.steps import hold
@@ -66,7 +66,7 @@ class Upkeep:
             raise error
         for rank, words in enumerate(heard):
             if words:
-                raise ToldError(f"rank {rank}: {printable(str(words))}")
+                raise RelayedError(f"rank {rank}: {printable(str(words))}")
         return result
 
 

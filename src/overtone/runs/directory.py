@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from overtone.errors import OvertoneError, printable
+from overtone.errors import RunError, UnfitRunError, printable
 from overtone.runs import log
 from overtone.runs.checkpoint.index import present
 
@@ -19,16 +19,6 @@ CHECKPOINTS = "checkpoints"
 LOCK = "lock"
 PATIENCE = 2.0  # seconds: another replica of this run is about to let go, or it is another run's
 RUNS = Path("runs")
-
-
-class RunError(OvertoneError, RuntimeError):
-    """A run directory that cannot be used."""
-
-
-class UnfitRunError(RunError):
-    """A run directory that cannot be meant: used already, not a run, not a place to write to."""
-
-    status = 2
 
 
 def fresh(method: str) -> Path:

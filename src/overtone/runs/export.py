@@ -6,12 +6,12 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from overtone.errors import CheckpointError, RunError, UnfitRunError
 from overtone.replica import Replica
 from overtone.runs import directory, log, optimizers, toml
 from overtone.runs.checkpoint import format
-from overtone.runs.checkpoint.index import CheckpointError, Mark, complete, file_of, present
+from overtone.runs.checkpoint.index import Mark, complete, file_of, present
 from overtone.runs.config import Run
-from overtone.runs.directory import RunError, UnfitRunError
 from overtone.runs.loop import evaluate
 from overtone.tasks import load_task, refuse_untrusted
 from overtone.transport import Solo

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from overtone.common import machine_errors
-from overtone.errors import OvertoneError, ToldError, printable
+from overtone.errors import OvertoneError, RelayedError, ReplicaError, printable
 from overtone.runs import directory, toml
 from overtone.runs.config import Run
 from overtone.runs.coordination import STOPPING, heeded, listening
@@ -46,14 +46,6 @@ START = (
     "from overtone.cli import main; main()"
 )
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-
-
-class ReplicaError(OvertoneError, RuntimeError):
-    """A replica of the run failed; its own words, and its own status: what was typed wrong is so in a replica too."""
-
-    def __init__(self, words: str, status: int = 1) -> None:
-        super().__init__(words)
-        self.status = status  # type: ignore[misc]
 
 
 def is_replica() -> bool:
@@ -394,7 +386,7 @@ def confess(error: BaseException) -> None:
     """Leave the reason where the launcher looks for it: ours, or torch's."""
     if WORDS in os.environ:
         status = error.status if isinstance(error, OvertoneError) else 1
-        _leave_note(message=words_of(error), told=isinstance(error, ToldError), status=status)
+        _leave_note(message=words_of(error), told=isinstance(error, RelayedError), status=status)
     elif path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": words_of(error), "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": said}))

@@ -22,26 +22,12 @@ from typing import Any, Protocol
 
 import torch
 
-from overtone.errors import OvertoneError, OvertoneWarning
+from overtone.errors import DamagedLogWarning, NotALogError, RunLogError
 from overtone.version import __version__
 
 NAME = "run.jsonl"
 Record = dict[str, Any]
 MOST_NAMED = 10  # damaged lines
-
-
-class RunLogError(OvertoneError, RuntimeError):
-    """A run log that cannot be written or read."""
-
-
-class NotALogError(RunLogError):
-    """What was named is not the log of a run."""
-
-    status = 2
-
-
-class DamagedLogWarning(OvertoneWarning):
-    """Lines of a run log that cannot be read; the others can."""
 
 
 class Sink(Protocol):

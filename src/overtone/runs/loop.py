@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from overtone.errors import ConfigError
 from overtone.ledger import Round
 from overtone.replica import Replica
-from overtone.runs.config import ConfigError, Training
+from overtone.runs.config import Training
 from overtone.runs.optimizers import Schedule
 from overtone.tasks import Feed, Samples, Task
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from overtone.runs.config import ConfigError, Training
+from overtone.errors import ConfigError
+from overtone.runs.config import Training
 
 
 def build(model: nn.Module, training: Training) -> torch.optim.Optimizer:

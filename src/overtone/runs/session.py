@@ -13,13 +13,13 @@ from rich.console import Console
 from torch import nn
 
 from overtone.common.machine_errors import in_words
-from overtone.errors import GaveUpError, MismatchError, shortened
+from overtone.errors import CheckpointError, ConfigError, GaveUpError, MismatchError, shortened
 from overtone.replica import Replica
 from overtone.runs import average, directory, log, optimizers, records, toml, trackers
 from overtone.runs.checkpoint import format
-from overtone.runs.checkpoint.index import CheckpointError, Mark, file_of, newest_common
+from overtone.runs.checkpoint.index import Mark, file_of, newest_common
 from overtone.runs.checkpoint.writer import Saver
-from overtone.runs.config import ConfigError, Run
+from overtone.runs.config import Run
 from overtone.runs.coordination import Asked, Pulse, Upkeep
 from overtone.runs.live import View
 from overtone.runs.loop import Own, Step, evaluate, local_steps, measure, prepare

@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from overtone.errors import OvertoneError, printable
-from overtone.runs.config import ConfigError, Run
+from overtone.errors import ConfigError, OvertoneError, printable
+from overtone.runs.config import Run
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from overtone.coding import fingerprint
-from overtone.runs.config import ConfigError
-from overtone.runs.log import RunLogError, Sink
+from overtone.errors import ConfigError, RunLogError
+from overtone.runs.log import Sink
 from overtone.tasks.sources import first_line
 
 SHOWN = ("train", "round", "eval", "finish")  # events with numbers worth a curve

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from overtone.common.machine_errors import OWN_TASK
+from overtone.errors import TaskError
 from overtone.tasks.options import Image, Language, TaskOptions
-from overtone.tasks.sharding import Dealt, Deck, Feed, Samples, TaskError
+from overtone.tasks.sharding import Dealt, Deck, Feed, Samples
 from overtone.tasks.sources import existing, needs, refuse_no_tokenizer
 from overtone.tasks.task import Task, Tensors
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from overtone.tasks.sharding import TaskError
+from overtone.errors import TaskError
 from overtone.tasks.sources import first_line, needs
 
 

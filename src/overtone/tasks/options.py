@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from overtone.common.limits import SIZES, Limit, check
-from overtone.tasks.sharding import TaskError
+from overtone.errors import TaskError
 
 MOST_SIDE = 1 << 14
 

@@ -17,16 +17,10 @@ import torch
 from torch import Tensor
 
 from overtone.coding import fingerprint
-from overtone.errors import OvertoneError, shortened
+from overtone.errors import TaskError, shortened
 
 MOST_CUTS = 1000  # changes of the number of replicas within one epoch: each takes as long as a deal
 EPOCHS = 10**12
-
-
-class TaskError(OvertoneError, ValueError):
-    """The task's data or model cannot be used."""
-
-    status = 2
 
 
 class Samples(Protocol):

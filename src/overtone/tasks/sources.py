@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from overtone.common.limits import refuse_beyond_memory
-from overtone.tasks.sharding import TaskError
+from overtone.errors import TaskError
 
 VALID = ("validation", "valid", "val", "dev", "test")  # what a validation part is called, the likeliest first
 

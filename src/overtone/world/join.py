@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from overtone.errors import PeerError, SurroundingsError, shortened
+from overtone.errors import EnvironmentVariableError, PeerError, shortened
 from overtone.transport import FOREVER, Solo, Torch
 from overtone.world.board import Board
 from overtone.world.watchdog import Watchdog
@@ -31,7 +31,9 @@ class Place:
     def from_environment(cls) -> Place:
         rank, size = whole_number("RANK"), whole_number("WORLD_SIZE")
         if rank >= size:
-            raise SurroundingsError(f"RANK={rank}, WORLD_SIZE={size}: ranks go from 0 to the size less 1; use torchrun")
+            raise EnvironmentVariableError(
+                f"RANK={rank}, WORLD_SIZE={size}: ranks go from 0 to the size less 1; use torchrun"
+            )
         return cls(rank, size)
 
 
@@ -39,7 +41,7 @@ def whole_number(name: str, default: int | None = None) -> int:
     """What a launcher says in the environment; anybody may have set it."""
     told = os.environ.get(name, "" if default is None else str(default))
     if not (told.isascii() and told.isdigit() and len(told) < 20):
-        raise SurroundingsError(
+        raise EnvironmentVariableError(
             f"{name}={shortened(told)}: a whole number in the environment, which torchrun sets; unset it"
         )
     return int(told)

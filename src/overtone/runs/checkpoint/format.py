@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from overtone.coding import fingerprint
-from overtone.errors import OvertoneError, StateError, shortened
+from overtone.errors import CheckpointError, OvertoneError, StateError, shortened
 from overtone.replica import Replica
 from overtone.runs.checkpoint import tree as nest
-from overtone.runs.checkpoint.index import CheckpointError
 
 FORMAT = 1
 FOLDED = ("model.", "inner.", "replica.")  # tensors that become one when the number of replicas changes

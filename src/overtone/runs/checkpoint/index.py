@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overtone.errors import OvertoneError
+from overtone.errors import CheckpointError
 
 Tell = Callable[[Any], Sequence[Any]]  # my word to all, and everybody's in the order of ranks
-
-
-class CheckpointError(OvertoneError, RuntimeError):
-    """A checkpoint that cannot be written or read."""
 
 
 @dataclass(frozen=True, order=True)

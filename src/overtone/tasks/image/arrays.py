@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overtone.common.limits import refuse_beyond_memory
+from overtone.errors import TaskError
 from overtone.tasks.image.source import Arrays, Parts, are_bytes, checked_labels
-from overtone.tasks.sharding import TaskError
 from overtone.tasks.sources import needs
 
 RESIZED = 1024  # pictures at a time

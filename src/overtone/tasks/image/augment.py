@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overtone.common.limits import refuse_beyond_memory
+from overtone.errors import TaskError
 from overtone.tasks.image.source import Form, Source, surveyed
-from overtone.tasks.sharding import TaskError
 
 
 @dataclass(frozen=True)

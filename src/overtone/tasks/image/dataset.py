@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from overtone.errors import TaskError
 from overtone.tasks.image.arrays import digits, idx, idx_file, npz
 from overtone.tasks.image.augment import Look, look_of
 from overtone.tasks.image.files import folder, saved
 from overtone.tasks.image.source import FORMS, Arrays, Form, Parts, Source
-from overtone.tasks.sharding import TaskError, dice_for
+from overtone.tasks.sharding import dice_for
 from overtone.tasks.sources import existing, is_saved
 
 

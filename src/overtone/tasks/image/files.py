@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from overtone.coding import fingerprint
+from overtone.errors import TaskError
 from overtone.tasks.image.source import FORMS, Form, Parts, Source, are_bytes, checked_labels, surveyed
-from overtone.tasks.sharding import TaskError
 from overtone.tasks.sources import load_saved, named_splits, needs, parts_below
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from overtone.coding import fingerprint
-from overtone.tasks.sharding import TaskError
+from overtone.errors import TaskError
 
 MOST_CLASSES = 65_536  # beyond this a column of labels is more likely one of identities
 FORMS = (

@@ -24,13 +24,13 @@ from transformers import (
 )
 
 from overtone.coding import fingerprint
+from overtone.errors import TaskError
 from overtone.tasks.hf_folders import read_config, save_pretrained
 from overtone.tasks.image.augment import Shown
 from overtone.tasks.image.dataset import Pictures, load_pictures
 from overtone.tasks.image.small_resnet import SmallResNetConfig, SmallResNetForImageClassification
 from overtone.tasks.image.source import spread
 from overtone.tasks.options import TaskOptions
-from overtone.tasks.sharding import TaskError
 from overtone.tasks.sources import refuse_huge_model
 from overtone.tasks.task import Batch, Task
 

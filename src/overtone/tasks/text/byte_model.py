@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overtone.common.limits import SIZES, check
-from overtone.tasks.sharding import TaskError
+from overtone.errors import TaskError
 
 BYTES = 256  # the vocabulary
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from overtone.common.limits import refuse_beyond_memory
-from overtone.tasks.sharding import TaskError
+from overtone.errors import TaskError
 from overtone.tasks.sources import existing, is_saved, load_saved, named_splits, parts_below
 from overtone.tasks.text.tokenizer import Alphabet, Document
 

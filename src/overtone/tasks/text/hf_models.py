@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overtone.errors import TaskError
 from overtone.tasks.hf_folders import read_config, save_pretrained
 from overtone.tasks.options import Language
-from overtone.tasks.sharding import TaskError
 from overtone.tasks.sources import first_line, needs, refuse_huge_model
 
 # GPT-2 comes with dropout; it draws from torch's own dice, and a resumed run would draw others.

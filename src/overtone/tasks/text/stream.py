@@ -12,19 +12,13 @@ import torch
 from torch import Tensor
 
 from overtone.coding import fingerprint
-from overtone.tasks.sharding import TaskError, dice_for
+from overtone.errors import StreamError, TaskError
+from overtone.tasks.sharding import dice_for
 from overtone.tasks.sources import first_line, named_splits, needs
 from overtone.tasks.text.documents import rows_of
 from overtone.tasks.text.exit_guard import close_at_exit
 from overtone.tasks.text.tokenizer import Alphabet, Document, encoded, no_tokens
 from overtone.tasks.text.windows import Windows, too_short
-
-
-class StreamError(TaskError):
-    """A stream that broke off: no fault of what was typed."""
-
-    status = 1
-
 
 BLOCK = 1024  # windows of a stream that are shuffled together
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overtone.errors import visible
+from overtone.errors import TaskError, visible
 from overtone.tasks.options import Language, TaskOptions
-from overtone.tasks.sharding import Feed, TaskError, dice_for
+from overtone.tasks.sharding import Feed, dice_for
 from overtone.tasks.sources import refuse_huge_model
 from overtone.tasks.task import Task, Tensors, save_weights
 from overtone.tasks.text.byte_model import BYTES, ByteTransformer, ModelSize

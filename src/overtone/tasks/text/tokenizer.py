@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from overtone.tasks.sharding import TaskError
+from overtone.errors import TaskError
 from overtone.tasks.sources import first_line, needs, refuse_no_tokenizer
 from overtone.tasks.text.byte_model import BYTES
 

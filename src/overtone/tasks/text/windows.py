@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from overtone.coding import fingerprint
-from overtone.tasks.sharding import TaskError
+from overtone.errors import TaskError
 from overtone.tasks.text.documents import open_documents
 from overtone.tasks.text.tokenizer import Alphabet, encoded
 
