@@ -19,15 +19,17 @@ from overtone.codec import TopK
 from overtone.coding.kernels import Kernels, in_numba, in_torch
 from overtone.errors import WireError
 from overtone.exchange import message as wire
+from overtone.exchange.buffers import Buffers
+from overtone.exchange.gathered import Gathered
 from overtone.exchange.message import Expected, Header, Kind, Seal
-from overtone.exchange.patterns import Gathered, Say, Setting
+from overtone.exchange.pattern import Context, Contribution
 from whole import encode_all
 
 SCHEMA, RUN = b"schema..", b"this run"
 EXPECTED = Expected(5, RUN, SCHEMA)
 TRUE = Header(Kind.ROUND, 1, 5, 50, RUN, SCHEMA, b"anchor..", bytes(8))
 CODEC = TopK(keep=40, bits=2, plain_below=30)
-MINE = Say(replace(TRUE, sender=0), CODEC)
+MINE = Contribution(replace(TRUE, sender=0), CODEC)
 SHAPES = [(70, 130), (64, 64), (9,)]
 
 
@@ -38,9 +40,9 @@ class Receiver:
         self.seal = seal
         model = nn.BatchNorm1d(3)
         self.layout = CODEC.layout(SHAPES)
-        buffers = overtone.buffers.Buffers(model, "shared")
-        self.setting = Setting(self.layout, loops, buffers, seal, torch.device("cpu"))
-        self.gathered = Gathered(self.setting)
+        buffers = Buffers(model, "shared")
+        self.context = Context(self.layout, loops, buffers, seal, torch.device("cpu"))
+        self.gathered = Gathered(self.context)
         dice = torch.Generator().manual_seed(0)
         flat = torch.randn(self.layout.size, generator=dice)
         flat[7] = 500.0  # so that there is an exception
@@ -148,7 +150,7 @@ def test_lies_under_a_valid_seal(loops: Kernels) -> None:
     """A sender that seals whatever bytes: no lie of the format survives, and what decodes is finite and in place. Both
     kinds of loops refuse the same ones, and check refuses exactly what decode does."""
     receiver, dice = Receiver(Seal(), loops), random.Random(1)
-    other = Setting(**{**vars(receiver.setting), "kernels": in_torch if loops is in_numba else in_numba})
+    other = Context(**{**vars(receiver.context), "kernels": in_torch if loops is in_numba else in_numba})
     told, believed = set(), 0
     for _ in range(10_000):
         body = dice.choice(DAMAGES)(receiver.body, dice)

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overtone.coding import dct
-from overtone.coding.layout import Layout, matrix_shape
+from overtone.coding.chunks import matrix_shape
+from overtone.coding.layout import Layout
 
 shapes = st.lists(st.lists(st.sampled_from([1, 2, 3, 5, 8, 13, 67]), min_size=0, max_size=5), min_size=1, max_size=4)
 
@@ -52,7 +53,7 @@ def test_chunks_are_the_tensor_s_own_rectangles() -> None:
 def test_slabs_cut_anywhere_and_lose_nothing(shapes: list[tuple[int, int]], slab: int) -> None:
     """Small slabs, so that they end within rows of chunks, within tensors, within plain ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("overtone.coding.layout.SLAB", slab)
+        patch.setattr("overtone.coding.chunks.SLAB", slab)
         layout = Layout([*shapes, (300,)], chunk=4, plain_below=20, basis=None)
     assert all(s.size <= slab for s in layout.slabs)
     starts = [s.offset for s in layout.slabs]

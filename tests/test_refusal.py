@@ -17,7 +17,9 @@ import worlds
 from overtone import Replica
 from overtone.errors import MismatchError, PeerError
 from overtone.exchange.message import HEADER_BYTES, MAGIC, Kind, Seal
-from overtone.transport import Torch
+from overtone.ledger import Count
+from overtone.transport import run_exchange
+from overtone.world.process_group import Torch
 from scenario import METHODS, backward, batches, build, weights
 
 LIAR = 1
@@ -32,8 +34,8 @@ class Tampered(Torch):
         self.spoil = spoil
         self.at_round = at_round
 
-    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
-        heard = super().gather(message, most=most)
+    def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
+        heard = super().gather(message, most=most, count=count)
         said = heard[LIAR]
         is_round = said[:4] == MAGIC and said[5] & 0x7F in (Kind.ROUND, Kind.ABSTAIN, Kind.FAILURE)
         if self.spoil is not None and is_round and int.from_bytes(said[8:12], "little") == self.at_round:
@@ -119,8 +121,8 @@ def damaged_greetings() -> dict[str, str]:
     class Deafened(Torch):
         due = 0
 
-        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
-            heard = super().gather(message, most=most)
+        def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
+            heard = super().gather(message, most=most, count=count)
             if heard[LIAR][:4] == MAGIC and heard[LIAR][5] == Kind.GREETING:
                 self.due -= 1
                 heard[LIAR] = flip(heard[LIAR]) if self.due == 0 and rank == 2 else heard[LIAR]
@@ -152,7 +154,7 @@ def leaving_out() -> dict[str, object]:
     replica = Replica(*build(rank), METHODS["decoupled"], Tampered(spoil), refused="leave out")
     owed = []
     for _ in range(3):
-        before = replica.state["residual"].clone()
+        before = replica.state.tensors["residual"].clone()
         (record,) = train(replica, replica.method.every or 1)
         owed.append((float(before.norm()), record))
     replica.finish()
@@ -245,7 +247,7 @@ def test_a_message_of_an_earlier_round_or_run_is_refused() -> None:
         said: list[bytes]
         replay: bytes | None = None
 
-        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
+        def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:  # noqa: ARG002
             if most is not None:
                 self.said = [*getattr(self, "said", []), message]
             return [message if self.replay is None or most is None else self.replay]
@@ -272,7 +274,7 @@ def test_a_message_of_an_earlier_round_or_run_is_refused() -> None:
 
 def hold_round(replica: Replica) -> None:
     """A round without a local step before it, so that any change of a weight is the round's."""
-    overtone.exchange.hold(replica.rounding(), replica.transport)
+    run_exchange(replica.rounding(), replica.transport)
 
 
 def overflows() -> dict[str, str]:
@@ -327,8 +329,8 @@ def deaf() -> dict[str, str]:
     rank = dist.get_rank()
 
     class Deaf(Torch):
-        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
-            heard = super().gather(message, most=most)
+        def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
+            heard = super().gather(message, most=most, count=count)
             if rank == 2 and message[5:6] == bytes([Kind.ROUND]) and message[:4] == MAGIC:
                 return [m if r == rank else flip(m) for r, m in enumerate(heard)]
             return heard

@@ -92,8 +92,8 @@ CHAINS = {
     "before there is a checkpoint": [
         before("runs.session:Session._agree", fresh=True),
         after("runs.directory:claim", rank=0, fresh=True),
-        before("transport:Torch.broadcast", rank=1, fresh=True),
-        after("exchange.agreement:compare_initial_weights", fresh=True),
+        before("world.process_group:Torch.broadcast", rank=1, fresh=True),
+        after("exchange.handshake:compare_initial_weights", fresh=True),
         after("runs.session:Session._say_start", fresh=True),
         after("tasks.sharding:Dealt.next", rank=1, count=2, fresh=True),
         before("runs.checkpoint.format:write", match="*step-00000003/*", fresh=True),
@@ -117,19 +117,19 @@ CHAINS = {
         after("runs.session:Session._evaluated", rank=1, step=15, until=saved(12)),
     ],
     "inside a round": [
-        before("replica:Replica._propose", step=4, until=saved(3)),
-        after("exchange.work:Work.encode", rank=1, step=4),
-        after("replica:Replica._propose", rank=0, step=4),
-        before("exchange.steps:Gather.carry", rank=1, step=4, count=1),
-        after("exchange.steps:Gather.carry", rank=0, step=4, count=1),
-        after("exchange.steps:Gather.carry", rank=1, step=4, count=2),
-        after("replica:Replica._verify", rank=0, step=8, until=saved(6)),
-        before("replica:Replica._absorb", rank=1, step=8),
+        before("exchange.round:Exchanger.start", step=4, until=saved(3)),
+        after("exchange.round:SlabWork.encode", rank=1, step=4),
+        after("exchange.round:Exchanger.start", rank=0, step=4),
+        before("transport:Gather.carry", rank=1, step=4, count=1),
+        after("transport:Gather.carry", rank=0, step=4, count=1),
+        after("transport:Gather.carry", rank=1, step=4, count=2),
+        after("exchange.round:compare_anchors", rank=0, step=8, until=saved(6)),
+        before("exchange.round:Exchanger._absorb", rank=1, step=8),
         after("rules:Outer.absorb", rank=0, step=8),
         after("coding.layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
-        after("exchange.work:Work.absorb", rank=0, step=12),
-        after("replica:Replica._absorb", rank=1, step=12),
-        after("replica:Replica._recorded", rank=0, step=12),
+        after("exchange.round:SlabWork.absorb", rank=0, step=12),
+        after("exchange.round:Exchanger._absorb", rank=1, step=12),
+        after("exchange.round:Exchanger._record", rank=0, step=12),
         after("replica:Replica.step", rank=1, step=16, until=saved(15)),
     ],
     "inside a checkpoint": [
@@ -151,7 +151,7 @@ CHAINS = {
         before("replica:Replica.finish", rank=1),
         before("rules:Outer.close"),
         before("methods:Method.draining", rank=1, count=1),
-        after("replica:Replica._absorb", rank=0, step=24, count=2),
+        after("exchange.round:Exchanger._absorb", rank=0, step=24, count=2),
         before("methods:Method.draining", rank=1, count=2),
         after("replica:Replica.show", rank=0),
         before("runs.session:Session._save", rank=0, step=24),
@@ -227,8 +227,8 @@ METHODS = {
     "sparse_loco": ("--method", "sparse_loco", "--every", "4", "--skew", "0.5", "--accumulate", "2"),
 }
 MOMENTS = [
-    after("replica:Replica._propose", rank=1, step=4, until=saved(3)),
-    after("replica:Replica._verify", rank=0, step=8, until=saved(6)),
+    after("exchange.round:Exchanger.start", rank=1, step=4, until=saved(3)),
+    after("exchange.round:compare_anchors", rank=0, step=8, until=saved(6)),
     Moment(SAVE_FILE, "half", rank=1, until=(file(9, 0),)),
     after("coding.layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
     before("runs.session:measure", rank=0, step=20, until=saved(18)),
@@ -281,7 +281,7 @@ def test_a_run_of_one_replica_goes_on_bit_for_bit(warm: Warm, flags: tuple[str, 
     wanted = Trial(warm, tmp_path / "unbroken", (*flags, "--every", "4"), replicas=1).finished()
     trial = wanted.on(folder=tmp_path / "run")
     for moment in (
-        after("replica:Replica._propose", step=4, until=saved(3, 1), does="kill myself"),
+        after("exchange.round:Exchanger.start", step=4, until=saved(3, 1), does="kill myself"),
         Moment(SAVE_FILE, "half", count=2, does="kill myself"),
         Moment("pathlib:Path.unlink", "after", match="*/replica-0-of-1.safetensors", does="kill myself"),
     ):
@@ -361,7 +361,7 @@ def test_asked_to_stop_it_saves_first(trial: Trial, unbroken: Trial) -> None:
     for moment, first, name in (
         (before(loss, rank=1, step=1, does="interrupt launcher"), 2, "SIGINT"),
         (after("runs.session:measure", step=10, does="terminate launcher"), 10, "SIGTERM"),
-        (after("replica:Replica._propose", rank=1, step=16, does="terminate launcher"), 16, "SIGTERM"),
+        (after("exchange.round:Exchanger.start", rank=1, step=16, does="terminate launcher"), 16, "SIGTERM"),
     ):
         ended = attentive.stopped_at(moment)
         assert ended.status == 128 + signal.Signals[name], ended
@@ -520,9 +520,9 @@ def test_killed_after_the_number_changed_it_changes_again_alike(trial: Trial, tm
     other.finished()
     for moment in (
         after("runs.checkpoint.writer:Saver.forget_after", rank=1),
-        after("replica:Replica._absorb", rank=1, step=8),
+        after("exchange.round:Exchanger._absorb", rank=1, step=8),
         before("runs.checkpoint.format:write", rank=1, match="*step-00000009/*", until=(file(9, 0),)),
-        after("replica:Replica._absorb", rank=1, step=12, until=saved(9)),
+        after("exchange.round:Exchanger._absorb", rank=1, step=12, until=saved(9)),
     ):
         trial.stopped_at(moment)
     assert_same(trial.finished(), other)

@@ -13,9 +13,9 @@ def encode_all(codec: Codec, flat: Tensor, layout: Layout, loops: Kernels = in_t
     """The payload, and what its sender says that receivers will decode."""
     blocks, sent = [], torch.zeros_like(flat)
     for slab in layout.slabs:
-        block, part = codec.encode(slab.of(flat), slab, loops)
-        part.add_to(slab.of(sent))
-        blocks.append(block if isinstance(block, bytes) else b"")
+        block, decoded = codec.encode(slab.of(flat), slab, loops)
+        decoded.add_to(slab.of(sent))
+        blocks.append(block.data)
     return b"".join(blocks), sent
 
 

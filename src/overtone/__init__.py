@@ -35,14 +35,15 @@ from overtone.errors import (
     UnfitRunError,
     WireError,
 )
-from overtone.ledger import Ledger, Round
+from overtone.ledger import Count, Ledger, Round
 from overtone.methods import METHODS, Method, alone, ddp, decoupled, demo, diloco, local_sgd, published, sparse_loco
 from overtone.replica import Replica
 from overtone.sim.cluster import Cluster
 from overtone.sim.network import Absence, Link
-from overtone.transport import Solo, Torch
+from overtone.transport import Solo
 from overtone.version import __version__
 from overtone.world.join import connect
+from overtone.world.process_group import Torch
 
 __all__ = [
     "METHODS",
@@ -50,6 +51,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "ConfigError",
+    "Count",
     "DamagedLogWarning",
     "EnvironmentVariableError",
     "FileNameError",

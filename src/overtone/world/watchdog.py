@@ -11,7 +11,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 from overtone.errors import MethodError, PeerError
 from overtone.world.board import PERIOD, Board
@@ -52,6 +54,15 @@ class Watchdog:
             return self.timeout
         worked = time.monotonic() - self._ended
         return min(LONGEST, max(LEAST, ROUNDS * max(self._longest, worked)) + size / SLOWEST)
+
+    def run(self, start: Callable[[float], Any], size: int, *, watched: bool = True) -> None:
+        """Start a collective of ``size`` bytes and wait for its end. ``start(limit)`` gives torch's handle of it."""
+        limit = self.limit(size)
+        work = start(limit)
+        if watched:
+            self.wait(partial(is_done, work), limit)
+        else:
+            work.wait()  # the host does not wait for a GPU's collective: there is nothing to watch over here
 
     def wait(
         self,
@@ -133,6 +144,17 @@ class Watchdog:
     def _say(self, words: str) -> None:
         if self.board.speaks():
             log.warning("overtone: rank %d: %s", self.board.rank, words)
+
+
+def is_done(work: Any, seconds: float) -> bool:
+    """Wait so long for a collective. It raises when it failed; it also does when the time is over, and may go on."""
+    try:
+        work.wait(timedelta(seconds=max(seconds, 0.001)))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it has ended since: well, or with an error of its own
+    return True
 
 
 def _names(absent: Mapping[int, str]) -> str:
