@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import overtone
 from overtone import Cluster, Replica, Solo
+from overtone.coding.layout import part_of
 from overtone.errors import MethodError, MismatchError, ModelError, PeerError, StateError
 from overtone.ledger import Count
 from overtone.transport import run_exchange
@@ -359,7 +360,7 @@ def test_a_residual_that_overflows_is_told_by_name() -> None:
     for slab in replica.exchanger.layout.slabs:
         for chunk in range(slab.chunks):
             if not slab.plain and slab.tensor_of(chunk, 0) == place:
-                slab.of(replica.state.tensors["residual"])[chunk, 5] = math.inf
+                part_of(replica.state.tensors["residual"], slab)[chunk, 5] = math.inf
     backward(replica, next(batches(0)))
     own, anchor = weights(replica), replica.fingerprint
     for _ in range(2):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from overtone.coding import dct
 from overtone.coding.chunks import matrix_shape
-from overtone.coding.layout import Layout
+from overtone.coding.layout import Layout, part_of
 
 shapes = st.lists(st.lists(st.sampled_from([1, 2, 3, 5, 8, 13, 67]), min_size=0, max_size=5), min_size=1, max_size=4)
 
@@ -42,7 +42,7 @@ def test_chunks_are_the_tensor_s_own_rectangles() -> None:
     matrix = torch.arange(12.0 * 8).view(12, 8)
     layout = Layout([(12, 8)], chunk=4, plain_below=0, basis=None)
     flat = layout.read([matrix], layout.empty(torch.device("cpu")))
-    assert torch.equal(layout.slabs[0].of(flat)[3].view(4, 4), matrix[4:8, 4:8])
+    assert torch.equal(part_of(flat, layout.slabs[0])[3].view(4, 4), matrix[4:8, 4:8])
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,7 +67,7 @@ def test_slabs_cut_anywhere_and_lose_nothing(shapes: list[tuple[int, int]], slab
     assert all(torch.equal(a, b) for a, b in zip(tensors, back, strict=True))
     for s in layout.slabs:
         for chunk in range(s.chunks):
-            value = s.of(flat)[chunk, 0]
+            value = part_of(flat, s)[chunk, 0]
             assert value in tensors[s.tensor_of(chunk, 0)]
 
 

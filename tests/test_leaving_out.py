@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import overtone
 from overtone import Cluster, Method, Replica
 from overtone.codec import TopK
+from overtone.coding.layout import part_of
 from overtone.exchange.message import MAGIC, Kind
 from overtone.exchange.signals import Drift
 from overtone.ledger import Count
@@ -60,11 +61,11 @@ def total(vectors: list[Tensor]) -> Tensor:
 
 
 def drift(replica: Replica) -> Tensor:
-    start, now = replica.exchanger.signal.sources()
+    sources = replica.exchanger.signal.measure()
     layout, flat = replica.exchanger.layout, replica.exchanger.layout.empty(torch.device("cpu"))
-    plus, minus = layout.matrices(start), layout.matrices(now)
+    plus, minus = layout.matrices(sources.plus), layout.matrices(sources.minus)
     for slab in layout.slabs:
-        layout.read_slab(slab, plus, minus).into(slab.of(flat))
+        layout.read_slab(slab, plus, minus).into(part_of(flat, slab))
     return flat
 
 

@@ -42,11 +42,6 @@ class Block:
     packed: bytes = b""
     numbers: Tensor | None = None
 
-    @property
-    def data(self) -> bytes:
-        """As bytes, to be gathered."""
-        return self.packed if self.numbers is None else tensor_bytes(self.numbers)
-
 
 @dataclass(frozen=True)
 class Decoded:
@@ -133,8 +128,7 @@ class Dense:
         return Block(numbers=sent), Decoded(None, sent)
 
     def decode(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> Decoded:  # noqa: ARG002
-        values = reader.tensor(slab.size, torch.float32, "values").view(slab.chunks, slab.area)
-        return Decoded(None, _finite(values, "values"))
+        return Decoded(None, reader.finite(slab.size, torch.float32, "values").view(slab.chunks, slab.area))
 
     def check(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> None:
         self.decode(reader, slab, kernels)
@@ -201,17 +195,12 @@ class TopK:
 
     def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:
         k, width = self.kept(slab), self.width(slab)
-        if k == slab.area:
-            index, chosen = None, coeffs
-        else:
-            index = kernels.select(coeffs, k)
-            chosen = coeffs.gather(1, index)
-        # NaN and infinity are the strongest of all, so they are among the chosen.
-        if not bool(torch.isfinite(chosen.sum())):
-            _name_not_finite(coeffs, slab)
-        data, values = encode_values(chosen, width, kernels)
-        if index is not None:
-            data = kernels.pack_positions(index, slab.area) + data
+        try:
+            data, values, index = encode_values(coeffs, width, kernels, k)
+        except NotFiniteError:
+            bad = (~torch.isfinite(coeffs)).nonzero()
+            chunk, position = bad[0].tolist()
+            raise NotFiniteError(slab.tensor_of(chunk, position)) from None
         return Block(data), Decoded(index, values, kernels)
 
     def decode(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> Decoded:
@@ -225,12 +214,8 @@ class TopK:
         return self.decode(Reader(block.packed), slab, kernels)
 
     def _open(self, reader: Reader, slab: Slab, kernels: Kernels) -> tuple[Tensor | None, Values]:
-        k = self.kept(slab)
-        shape, where = (slab.chunks, k), f"chunks of {slab.h}x{slab.w}"
-        index = None
-        if k < slab.area:
-            index = kernels.unpack_positions(reader, shape, slab.area, f"positions, {where}")
-        return index, open_values(reader, shape, self.width(slab), where, kernels)
+        k, where = self.kept(slab), f"chunks of {slab.h}x{slab.w}"
+        return open_values(reader, (slab.chunks, k), self.width(slab), where, kernels, slab.area)
 
 
 def check_payload(codec: Codec, reader: Reader, layout: Layout, kernels: Kernels = in_torch) -> None:
@@ -240,38 +225,56 @@ def check_payload(codec: Codec, reader: Reader, layout: Layout, kernels: Kernels
     reader.end()
 
 
-def encode_values(values: Tensor, bits: int, kernels: Kernels = in_torch) -> tuple[bytes, Tensor]:
-    """(c, k) values to their bytes and to what those bytes decode to.
+def encode_values(
+    coeffs: Tensor, bits: int, kernels: Kernels = in_torch, k: int | None = None
+) -> tuple[bytes, Tensor, Tensor | None]:
+    """The ``k`` strongest of each row of (c, a) coefficients, all by default: their bytes, the (c, k) values that these
+    bytes decode to, and (unless all are kept) their positions.
 
     16 and 32 bits are bf16 and fp32 as they are. Fewer are codes on a uniform grid with one step per chunk; at one bit
     that is sign × mean magnitude of the chunk. Values far beyond the grid follow as a list of exceptions: without it a
     coefficient that always drifts faster than its chunk would never be sent in full, and its residual would grow
     without bound.
     """
+    index, values = None, coeffs
+    if k is not None and k < coeffs.shape[1]:
+        index = kernels.select(coeffs, k)
+        values = coeffs.gather(1, index)
+    # NaN and infinity are the strongest of all, so they are among the chosen. Finite values may have an infinite sum.
+    if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+        raise NotFiniteError(-1)
     if bits == 32:
-        return tensor_bytes(values), values.clone()
-    if bits == 16:
+        data, decoded = tensor_bytes(values), values.clone()
+    elif bits == 16:
         narrow = values.clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
-        return tensor_bytes(narrow), narrow.float()
-    step, codes, far = kernels.quantize(values, bits)
-    decoded = grid(codes, step, bits)
-    data = tensor_bytes(step) + kernels.pack_codes(codes, bits) + far.numel().to_bytes(4, "little")
-    if far.numel():
-        exact = values.reshape(-1)[far].clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
-        decoded.view(-1)[far] = exact.float()
-        data += kernels.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
-    return data, decoded
+        data, decoded = tensor_bytes(narrow), narrow.float()
+    else:
+        step, codes, far = kernels.quantize(values, bits)
+        decoded = grid(codes, step, bits)
+        data = tensor_bytes(step) + kernels.pack_codes(codes, bits) + far.numel().to_bytes(4, "little")
+        if far.numel():
+            exact = values.reshape(-1)[far].clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
+            decoded.view(-1)[far] = exact.float()
+            data += kernels.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
+    if index is not None:
+        data = kernels.pack_positions(index, coeffs.shape[1]) + data
+    return data, decoded, index
 
 
-def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, kernels: Kernels = in_torch) -> Values:
-    """(c, k) values from their bytes: the inverse of `encode_values`. Everything is verified now; the values are worked
-    out when they are asked for."""
+def open_values(
+    reader: Reader, shape: tuple[int, int], bits: int, where: str, kernels: Kernels = in_torch, area: int | None = None
+) -> tuple[Tensor | None, Values]:
+    """Positions and (c, k) values from their bytes: the inverse of `encode_values`. ``area`` is a, the length of its
+    rows. Everything is verified now; the values are worked out when they are asked for."""
     c, k = shape
+    index = None
+    if area is not None and k < area:
+        index = kernels.unpack_positions(reader, shape, area, f"positions, {where}")
     what = f"values, {where}"
     if bits >= 16:
         dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
-        given = _finite(reader.tensor(c * k, dtype, what), what)
-        return lambda: given.to(torch.float32).view(shape)
+        given = reader.finite(c * k, dtype, what)
+        return index, lambda: given.to(torch.float32).view(shape)
     step = reader.tensor(c, torch.bfloat16, f"scales, {where}").float()
     most = largest_step(bits, torch.float32)
     low, high = torch.aminmax(step)
@@ -283,29 +286,16 @@ def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, k
     if count > c * k:
         raise WireError(f"{what}: {count} of {c * k} values; the message is corrupt")
     if not count:
-        return lambda: kernels.unpack_grid(codes, step, k, bits)
+        return index, lambda: kernels.unpack_grid(codes, step, k, bits)
     far = kernels.unpack_positions(reader, (1, count), c * k, what).view(-1)
-    exact = _finite(reader.tensor(count, torch.bfloat16, what), what).float()
+    exact = reader.finite(count, torch.bfloat16, what).float()
 
     def values() -> Tensor:
         decoded = kernels.unpack_grid(codes, step, k, bits)
         decoded.view(-1)[far] = exact
         return decoded
 
-    return values
-
-
-def _finite(values: Tensor, what: str) -> Tensor:
-    if not bool(torch.isfinite(values).all()):
-        raise WireError(f"{what}: not finite; the message is corrupt")
-    return values
-
-
-def _name_not_finite(coeffs: Tensor, slab: Slab) -> None:
-    bad = (~torch.isfinite(coeffs)).nonzero()
-    if len(bad):  # finite numbers may have an infinite sum
-        chunk, position = bad[0].tolist()
-        raise NotFiniteError(slab.tensor_of(chunk, position))
+    return index, values
 
 
 def mean(decoded: Iterable[Decoded], count: int, out: Tensor, *, over_senders: bool) -> Tensor:

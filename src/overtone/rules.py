@@ -32,6 +32,7 @@ class Rule(ABC):
 
     shared: ClassVar[tuple[str, ...]] = ()  # vectors of the state that are the same on every replica, for newcomers
     consensus: ClassVar[bool] = True  # the anchor is the same on every replica after every round
+    takes_sign: ClassVar[bool] = False  # of the answer, back in the domain of the weights, only the sign counts
     over_senders: ClassVar[bool] = False  # a coefficient is averaged over the replicas that sent it, not over all
 
     @abstractmethod
@@ -54,10 +55,6 @@ class Rule(ABC):
     def absorb(self, state: State, mean: Tensor) -> Tensor:
         """Coefficients of the answer: where the weights that the signal was measured at belong now, or the gradient to
         step with."""
-
-    def finalize(self, answer: Tensor) -> Tensor:
-        """Last change of each tensor of the answer, in the domain of the weights."""
-        return answer
 
     def draining(self) -> Rule | None:
         """The rule of the last messages, which move the residuals into the anchor. None if it leaves no residual."""
@@ -113,6 +110,7 @@ class DeMo(Rule):
     decay: float = 0.999
     release: float = 1.0
 
+    takes_sign = True
     over_senders = True
 
     def __post_init__(self) -> None:
@@ -134,9 +132,6 @@ class DeMo(Rule):
 
     def absorb(self, state: State, mean: Tensor) -> Tensor:  # noqa: ARG002
         return mean
-
-    def finalize(self, answer: Tensor) -> Tensor:
-        return answer.sign_()
 
 
 @dataclass(frozen=True)

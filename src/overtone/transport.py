@@ -154,7 +154,14 @@ def counted(exchange: Exchange[T], total: Count) -> Exchange[T]:
         return value
 
 
-class Solo:
+class AlwaysCommits:
+    """A transport that cannot lose a peer between the last message of a round and its commit."""
+
+    def commit(self, index: int) -> None:
+        """Nothing to ask."""
+
+
+class Solo(AlwaysCommits):
     """A world of one."""
 
     rank = 0
@@ -172,9 +179,6 @@ class Solo:
         return buffer
 
     def broadcast(self, tensors: Sequence[Tensor], *, count: Count) -> None:
-        pass
-
-    def commit(self, index: int) -> None:
         pass
 
     def leave(self, words: str) -> None:

@@ -26,7 +26,9 @@ from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, in_torch, kernels_for
 from overtone.common.limits import refuse_beyond_memory
 from overtone.errors import ConfigError
+from overtone.exchange.gathered import bytes_of
 from overtone.exchange.round import SlabWork
+from overtone.exchange.signals import Sources
 from overtone.rules import Mean, Outer
 from overtone.runs.config import CodecBench
 
@@ -68,12 +70,12 @@ class Ours:
         self.blocks: list[Block] = []
 
     def encode(self, start: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        self.blocks, _ = self.sending.encode(self.state, (start, weights))
+        self.blocks, _ = self.sending.encode(self.state, Sources(start, weights))
 
     def decode(self, weights: Sequence[Tensor]) -> None:
         """The others' payloads are checked from end to end, then all are read for the mean, as in a real round."""
         codec, layout, kernels = self.receiving.codec, self.receiving.layout, self.receiving.kernels
-        payload = b"".join(block.data for block in self.blocks)
+        payload = b"".join(bytes_of(block) for block in self.blocks)
         for _ in range(self.replicas - 1):
             check_payload(codec, Reader(payload), layout, kernels)
         readers = [Reader(payload) for _ in range(self.replicas)]
@@ -86,7 +88,7 @@ class Ours:
 
     @property
     def message_bytes(self) -> int:
-        return sum(len(block.data) for block in self.blocks)
+        return sum(len(bytes_of(block)) for block in self.blocks)
 
 
 class Theirs:

@@ -7,6 +7,8 @@ past the end, and every count it needs comes from the layout that both sides alr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -49,12 +51,12 @@ def field_bytes(count: int, width: int) -> int:
     return -(-count * width // 8)
 
 
+@dataclass
 class Reader:
     """Takes a payload apart from the front; never reads past its end."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.at = 0
+    data: bytes
+    at: int = 0
 
     def take(self, count: int, what: str) -> bytes:
         """The next ``count`` bytes; ``what`` names them in an error."""
@@ -66,6 +68,13 @@ class Reader:
     def tensor(self, count: int, dtype: torch.dtype, what: str) -> Tensor:
         """The next ``count`` numbers of a type."""
         return bytes_tensor(self.take(count * dtype.itemsize, what), dtype)
+
+    def finite(self, count: int, dtype: torch.dtype, what: str) -> Tensor:
+        """The next ``count`` numbers; refused unless all of them are finite."""
+        values = self.tensor(count, dtype, what)
+        if not bool(torch.isfinite(values).all()):
+            raise WireError(f"{what}: not finite; the message is corrupt")
+        return values
 
     def number(self, size: int, what: str) -> int:
         """A little-endian whole number of ``size`` bytes."""

@@ -19,9 +19,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import dataclass, field, replace
 
 SMALL = 1 << 16  # values of a patch below which it is moved together with others like it
 SLAB = 1 << 20  # values worked on at once: bounds the temporary memory, and stays in the cache
@@ -53,17 +51,12 @@ class Slab:
     plain: bool
     bundles: tuple[tuple[Patch, ...], ...]  # patches that are moved together, see `_bundles`
 
-    @property
-    def area(self) -> int:
-        return self.h * self.w
+    area: int = field(init=False)  # values of a chunk
+    size: int = field(init=False)  # values of all chunks
 
-    @property
-    def size(self) -> int:
-        return self.chunks * self.area
-
-    def of(self, flat: Tensor) -> Tensor:
-        """This slab's part of a flat vector, as (chunks, area)."""
-        return flat[self.offset : self.offset + self.size].view(self.chunks, self.area)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "area", self.h * self.w)
+        object.__setattr__(self, "size", self.chunks * self.area)
 
     def tensor_of(self, chunk: int, position: int) -> int:
         """Which tensor a value comes from."""

@@ -72,9 +72,10 @@ def _row_hashes(raws: Sequence[Tensor], counts: Sequence[int], kernels: Kernels 
     kernels = kernels or kernels_for(sum(raw.numel() for raw in raws) // 4, device)
     if len(raws) == 1 and (whole := raws[0].numel() // _ROW_BYTES * _ROW_BYTES):
         # One tensor, perhaps a large one: no copy of what lies in rows already.
-        rest = [raws[0][whole:]] if raws[0].numel() > whole else []
-        hashes = kernels.row_hashes(raws[0][:whole].view(torch.int64).view(-1, _LANES), _weights(device))
-        return torch.cat([hashes, _row_hashes(rest, [1], kernels)]) if rest else hashes
+        rest = raws[0][whole:]
+        tail = [_row_hashes([rest], [1], kernels)] if rest.numel() else []
+        head = kernels.row_hashes(raws[0][:whole].view(torch.int64).view(-1, _LANES), _weights(device))
+        return torch.cat([head, *tail])
     rows = _scratch(sum(counts) * _ROW_BYTES, device)
     first = 0
     for raw, count in zip(raws, counts, strict=True):

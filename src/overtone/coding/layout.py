@@ -11,6 +11,11 @@ from overtone.coding import dct
 from overtone.coding.chunks import Patch, Slab, matrix_shape, slabs_of
 
 
+def part_of(flat: Tensor, slab: Slab) -> Tensor:
+    """A slab's part of a flat vector, as (chunks, area)."""
+    return flat[slab.offset : slab.offset + slab.size].view(slab.chunks, slab.area)
+
+
 class Layout:
     """The map between tensors and their flat vector of coefficients: `read` and `write`, a slab or all at a time."""
 
@@ -42,17 +47,11 @@ class Layout:
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors as `read_slab` and `write_slab` want them: views, or copies of those that are no matrix in memory
-        (channels_last, a transposed view). `copy_back` writes the copies back."""
+        (channels_last, a transposed view)."""
         return [
             tensor if tensor.shape == shape and tensor.is_contiguous() else tensor.contiguous().view(shape)
             for tensor, shape in zip(tensors, self._matrix_shapes, strict=True)
         ]
-
-    def copy_back(self, matrices: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """The matrices that are copies into the tensors that they were copied from."""
-        for matrix, tensor in zip(matrices, tensors, strict=True):
-            if matrix.data_ptr() != tensor.data_ptr():
-                tensor.copy_(matrix.view(tensor.shape))
 
     def read_slab(
         self,
@@ -81,20 +80,16 @@ class Layout:
 
     def write_slab(self, slab: Slab, coeffs: Tensor, matrices: Sequence[Tensor]) -> None:
         """The part of the tensors whose coefficients are ``coeffs``, rounded to each tensor's own type."""
-        if self.basis is None or slab.plain:
-            self._spread(slab, coeffs, matrices)
-            return
-        if all(_takes_strips(bundle, matrices, coeffs) for bundle in slab.bundles):
-            with dct.full_precision(coeffs.device):
-                for (patch,) in slab.bundles:
-                    self._write_strips(slab, patch, coeffs, matrices[patch.tensor])
-            return
-        shape = (slab.chunks, slab.h, slab.w)
-        between, values = (self.scratch(slab, i, coeffs.device) for i in range(2))
-        dct.inverse(coeffs.view(shape), self.basis, between.view(shape), values.view(shape))
-        self._spread(slab, values, matrices)
-
-    def _spread(self, slab: Slab, values: Tensor, matrices: Sequence[Tensor]) -> None:
+        values = coeffs
+        if self.basis is not None and not slab.plain:
+            if all(_takes_strips(bundle, matrices, coeffs) for bundle in slab.bundles):
+                with dct.full_precision(coeffs.device):
+                    for (patch,) in slab.bundles:
+                        self._write_strips(slab, patch, coeffs, matrices[patch.tensor])
+                return
+            shape = (slab.chunks, slab.h, slab.w)
+            between, values = (self.scratch(slab, i, coeffs.device) for i in range(2))
+            dct.inverse(coeffs.view(shape), self.basis, between.view(shape), values.view(shape))
         for bundle in slab.bundles:
             rectangles, place = _rectangles(matrices, slab, bundle), _place(values, slab, bundle)
             if slab.plain:
@@ -119,15 +114,17 @@ class Layout:
         """Coefficients of all tensors into the flat vector ``out``."""
         matrices = self.matrices(tensors)
         for slab in self.slabs:
-            self.read_slab(slab, matrices).into(slab.of(out))
+            self.read_slab(slab, matrices).into(part_of(out, slab))
         return out
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         """The tensors whose coefficients are ``flat``."""
         matrices = self.matrices(tensors)
         for slab in self.slabs:
-            self.write_slab(slab, slab.of(flat), matrices)
-        self.copy_back(matrices, tensors)
+            self.write_slab(slab, part_of(flat, slab), matrices)
+        for matrix, tensor in zip(matrices, tensors, strict=True):
+            if matrix.data_ptr() != tensor.data_ptr():
+                tensor.copy_(matrix.view(tensor.shape))
 
 
 def _rectangles(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch]) -> list[Tensor]:

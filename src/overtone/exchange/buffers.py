@@ -17,7 +17,8 @@ from overtone.codec import Block
 from overtone.coding import fingerprint
 from overtone.coding.bits import Reader, field_bytes, pack_flags, tensor_bytes, unpack_flags
 from overtone.errors import ModelError, WireError
-from overtone.exchange.model_checks import plain_name, unfit
+from overtone.exchange.model_checks import unfit
+from overtone.exchange.parameters import plain_name
 
 POLICIES = ("shared", "private")
 

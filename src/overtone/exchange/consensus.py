@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -32,14 +31,6 @@ class Inbox:
     messages: dict[int, Message] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)  # why a message could not be read
 
-    @contextmanager
-    def refusing(self, rank: int) -> Iterator[None]:
-        """A `WireError` inside means that the message of this rank is refused."""
-        try:
-            yield
-        except WireError as error:
-            self.refused[rank] = str(error)
-
     @property
     def seals(self) -> dict[int, str]:
         """By sender: the seal of its message, empty if it was refused."""
@@ -53,20 +44,24 @@ def agree(
 
     ``refused`` is the policy for a rank whose message was refused: "raise" on every rank, or "leave out".
     """
-    digest = verdict(inbox, mine, seal)
+    own = verdict(inbox, mine, seal)
     try:
-        verdicts = yield Gather(digest, equal=True)
+        verdicts = yield Gather(own, equal=True)
     except PeerError as error:
         # A stranger, or a replica of another version, does not stay for a dispute.
         raise _refusal(expected, inbox.refused, what) if inbox.refused else error from error
-    if not inbox.refused and all(other == digest for other in verdicts):
+    if not inbox.refused and all(other == own for other in verdicts):
         return {}
     return (yield from dispute(inbox, mine, expected, seal, refused, what))
 
 
 def verdict(inbox: Inbox, mine: Header, seal: Seal) -> bytes:
     """Eight bytes that are equal on all ranks exactly if all have read the same."""
-    parts = (mine.run, mine.round.to_bytes(4, "little"), json.dumps(inbox.seals).encode())
+    return digest(seal, mine.run, mine.round.to_bytes(4, "little"), json.dumps(inbox.seals).encode())
+
+
+def digest(seal: Seal, *parts: bytes) -> bytes:
+    """Eight bytes that nobody without the key can make."""
     key = hashlib.sha256(seal.key).digest() if seal.key else b""
     return hashlib.blake2b(b"".join(parts), digest_size=8, key=key).digest()
 
@@ -114,12 +109,14 @@ def gather_sealed(
     gathered = yield Gather(seal_message(header, body, seal), most=most)
     inbox, parsed = Inbox(peers), {}
     for rank, raw in zip(peers, gathered, strict=True):
-        with inbox.refusing(rank):
+        try:
             message = unseal_message(raw, expected, rank, seal)
             if message.header.kind is not header.kind:
                 raise WireError(f"kind: {message.header.kind.name.lower()} where a {what} is due")
             parsed[rank] = parse(message)
             inbox.messages[rank] = message
+        except WireError as error:
+            inbox.refused[rank] = str(error)
     yield from agree(inbox, header, expected, seal, what=what)
     return [parsed[rank] for rank in peers]
 

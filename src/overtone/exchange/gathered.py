@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from overtone.codec import Codec, check_payload, mean
-from overtone.coding.bits import Reader
+from overtone.codec import Block, Codec, check_payload, mean
+from overtone.coding.bits import Reader, tensor_bytes
 from overtone.coding.chunks import Slab
+from overtone.errors import WireError
 from overtone.exchange.consensus import Inbox, agree
 from overtone.exchange.message import Expected, Header, Message, seal_message, unseal_message
 from overtone.exchange.pattern import WITH_PAYLOAD, Context, Contribution, Received, any_of
@@ -30,15 +31,17 @@ class Gathered:
         context = self.context
         if mine.header.kind in WITH_PAYLOAD:
             flags = context.pack_flags(mine.present) if context.flags else b""
-            body = b"".join([flags, mine.buffers.data, *(block.data for block in mine.blocks)])
+            body = b"".join([flags, bytes_of(mine.buffers), *map(bytes_of, mine.blocks)])
         else:
             body = mine.reason()
         gathered = yield Gather(seal_message(mine.header, body, context.seal), most=self._most)
         begin = time.perf_counter()
         inbox = Inbox(peers)
         for rank, raw in zip(peers, gathered, strict=True):
-            with inbox.refusing(rank):
+            try:
                 inbox.messages[rank] = self.open(raw, expected, rank, mine)
+            except WireError as error:
+                inbox.refused[rank] = str(error)
         seconds = time.perf_counter() - begin
         left_out = yield from agree(inbox, mine.header, expected, context.seal, context.refused)
         counted = {rank: message for rank, message in inbox.messages.items() if rank not in left_out}
@@ -58,9 +61,15 @@ class Gathered:
             reader = Reader(message.body)
             if self.context.flags:
                 self.context.unpack_flags(reader)
-            self.context.buffers.unpack(reader)
+            if self.context.buffers.floats:
+                self.context.buffers.unpack(reader)
             check_payload(mine.codec, reader, self.context.layout, self.context.kernels)
         return message
+
+
+def bytes_of(block: Block) -> bytes:
+    """A block as part of a message. Numbers that could be summed can be gathered as well, in fp32."""
+    return block.packed if block.numbers is None else tensor_bytes(block.numbers)
 
 
 @dataclass
@@ -85,7 +94,7 @@ class _Messages(Received):
 
     def buffers(self) -> list[Tensor]:
         buffers = self.context.buffers
-        return buffers.average([buffers.unpack(reader) for reader in self.readers])
+        return buffers.average([buffers.unpack(reader) for reader in self.readers]) if buffers.floats else []
 
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
         decoded = (self.codec.decode(reader, slab, self.context.kernels) for reader in self.readers)

@@ -87,8 +87,3 @@ def refuse_aliases(named: Mapping[str, nn.Parameter]) -> None:
                 f"parameters {other} and {name}: share their memory, but are not one parameter; tie them by assigning "
                 "the same nn.Parameter to both"
             )
-
-
-def plain_name(name: str) -> str:
-    """The name without what `torch.compile` puts before it, so that compiled and plain replicas can meet."""
-    return name.replace("_orig_mod.", "")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from overtone.errors import ModelError
-from overtone.exchange.model_checks import plain_name, refuse_aliases, refuse_other_things, refuse_wrappers, unfit
+from overtone.exchange.model_checks import refuse_aliases, refuse_other_things, refuse_wrappers, unfit
 from overtone.exchange.signals import Sources
 
 ADVICE = "lower the learning rate or clip the gradient, and go on from a checkpoint"
@@ -25,6 +25,7 @@ class Parameters:
         self.replaced = False  # the replica was given another model or optimizer
         self.all = _named(model)
         self.trainable = {name: p for name, p in self.all.items() if p.requires_grad}
+        self.exchanged = list(self.trainable.values())
         for name, p in self.all.items():
             if why := unfit(p):
                 raise ModelError(f"parameter {name}: {why}")
@@ -63,13 +64,9 @@ class Parameters:
             )
 
     @property
-    def exchanged(self) -> list[nn.Parameter]:
-        return list(self.trainable.values())
-
-    @property
     def tensors(self) -> list[Tensor]:
         """The exchanged parameters, detached: to read and to write."""
-        return [p.detach() for p in self.trainable.values()]
+        return [p.detach() for p in self.exchanged]
 
     @property
     def frozen(self) -> list[Tensor]:
@@ -101,7 +98,7 @@ class Parameters:
         """Why the signal cannot be sent, if it has infinities or would overflow on the way: the parameter, and what to
         do about it. ``sources`` are those of `Signal`; ``what`` is its name. Norms that are small enough tell in one
         fast pass that all is well."""
-        plus, minus = sources
+        plus, minus = sources.plus, sources.minus
         norms = [_norm32(tensor).to(plus[0].device) for tensor in (plus if minus is None else minus)]
         # A drift is the difference of two such tensors, and those of all replicas will be summed.
         most = torch.finfo(torch.float32).max / (2 * replicas)
@@ -165,3 +162,8 @@ def _norm32(tensor: Tensor) -> Tensor:
     narrow = tensor.element_size() < 4  # in their own type the norms of ordinary tensors overflow
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if narrow else None)
     return norm.to(torch.float32)
+
+
+def plain_name(name: str) -> str:
+    """The name without what `torch.compile` puts before it, so that compiled and plain replicas can meet."""
+    return name.replace("_orig_mod.", "")

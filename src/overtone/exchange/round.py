@@ -23,7 +23,7 @@ from overtone.codec import Block, Codec, Payload
 from overtone.coding import fingerprint
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, kernels_for
-from overtone.coding.layout import Layout
+from overtone.coding.layout import Layout, part_of
 from overtone.errors import GaveUpError, MethodError, NotFiniteError, OvertoneError, StateError, printable
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
@@ -31,7 +31,7 @@ from overtone.exchange.gathered import Gathered
 from overtone.exchange.inner_step import InnerStep
 from overtone.exchange.message import NOBODY, Expected, Header, Kind, Seal
 from overtone.exchange.parameters import Parameters
-from overtone.exchange.pattern import WITH_PAYLOAD, Context, Contribution, Pattern, Received
+from overtone.exchange.pattern import Context, Contribution, Pattern, Received
 from overtone.exchange.signals import Sources
 from overtone.exchange.state import ExchangeState
 from overtone.exchange.summed import Summed
@@ -54,12 +54,12 @@ class Pending:
     work: SlabWork
     contribution: Contribution
     inner_step: InnerStep
-    measured_at: list[Tensor] | None  # the weights that the signal was measured at, if local steps may follow
+    sources: Sources
     steps: int  # local steps so far, at the start
-    signal_norm: float
+    norms: Tensor  # of the signal, slab by slab
     seconds_encoding: float
-    exchange: Exchange[None]
     count: Count = field(default_factory=Count)  # what the exchange cost
+    exchange: Exchange[None] = field(init=False)
     received: Received | None = None  # once the exchange is over
 
 
@@ -73,19 +73,20 @@ class SlabWork:
     rule: Rule
     codec: Codec
 
-    def encode(self, state: State, sources: Sources, *, scale: float = 1.0) -> tuple[list[Block], float]:
-        """Signal → rule → codec → blocks; and the norm of the signal."""
-        layout, (plus, minus) = self.layout, sources
-        plus, minus = layout.matrices(plus), None if minus is None else layout.matrices(minus)
+    def encode(self, state: State, sources: Sources, *, scale: float = 1.0) -> tuple[list[Block], Tensor]:
+        """Signal → rule → codec → blocks; and the norm of each slab's signal."""
+        layout = self.layout
+        plus = layout.matrices(sources.plus)
+        minus = None if sources.minus is None else layout.matrices(sources.minus)
         blocks, norms = [], []
         for slab in layout.slabs:
             signal = replace(layout.read_slab(slab, plus, minus, self.device), scale=scale)
             norms.append(torch.linalg.vector_norm(signal.values) / scale)  # the transform does not change it
-            here = {name: slab.of(vector) for name, vector in state.items()}
+            here = {name: part_of(vector, slab) for name, vector in state.items()}
             block, decoded = self.codec.encode(self.rule.accumulate(here, signal), slab, self.kernels)
             self.rule.sent(here, decoded)
             blocks.append(block)
-        return blocks, _norm(torch.stack(norms))
+        return blocks, torch.stack(norms)
 
     def absorb(self, state: State, mean_of: MeanOf, targets: Sequence[Tensor]) -> None:
         """Mean of all payloads → rule → ``targets``."""
@@ -93,15 +94,17 @@ class SlabWork:
         matrices = layout.matrices(targets)
         for slab in layout.slabs:
             mean = mean_of(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
-            here = {name: slab.of(vector) for name, vector in state.items()}
+            here = {name: part_of(vector, slab) for name, vector in state.items()}
             layout.write_slab(slab, self.rule.absorb(here, mean), matrices)
-        layout.copy_back(matrices, targets)
+        for matrix, target in zip(matrices, targets, strict=True):
+            if matrix.data_ptr() != target.data_ptr():
+                target.copy_(matrix.view(target.shape))
 
     def withdraw(self, state: State, blocks: Sequence[Block]) -> bool:
         """No receiver counted the blocks, so they are owed again. True if their signal stays in the state."""
         kept = False
         for slab, block in zip(self.layout.slabs, blocks, strict=False):
-            here = {name: slab.of(vector) for name, vector in state.items()}
+            here = {name: part_of(vector, slab) for name, vector in state.items()}
             kept |= self.rule.withdraw(here, self.codec.decode_own(block, slab, self.kernels))
         return kept
 
@@ -128,9 +131,10 @@ class Exchanger:
         self.layout = method.codec.layout([p.shape for p in parameters.exchanged])
         self.signal = method.signal(parameters)
         self._signal_name = method.signal.__name__.lower()
+        self._consensus = method.consensus
         self.device = parameters.exchanged[0].device
         self.kernels = kernels_for(self.layout.size, self.device)
-        flags = len(self.signal.present())
+        flags = len(parameters.exchanged) if self.signal.tells_presence else 0
         context = Context(self.layout, self.kernels, buffers, seal, self.device, refused, flags)
         self.pattern = pattern_for(method.codec.payload, context)
 
@@ -147,49 +151,41 @@ class Exchanger:
         row = method or self.method
         if self.state.under_way:
             raise StateError("start: a round is under way already; finish it first")
-        if overlapped and not self.signal.inner_first:
-            raise MethodError(f"{row.name}: gradients are exchanged before the inner step, so no step can lie between")
-        measured_at = [weight.clone() for weight in self.parameters.tensors] if overlapped else None
-        sources = self.signal.sources()
-        kind, why = self._readiness(Kind.ROUND if method is None else Kind.DRAIN, sources, inner_step)
+        header = self.header(Kind.ROUND if method is None else Kind.DRAIN)
+        sources = self.signal.measure(overlapped=overlapped)
+        # Why this replica cannot take part, if so; and whether that is a failure.
+        why = self.state.broken or self.parameters.changed()
+        peers, steps = len(self.transport.peers), self.state.steps
+        overflow = "" if why else self.parameters.not_finite(sources, self._signal_name, steps, peers)
+        if why := why or self.buffers.changed():
+            header = replace(header, kind=Kind.FAILURE)
+        elif why := overflow:
+            header = replace(header, kind=Kind.ABSTAIN if self._may_skip(inner_step) else Kind.FAILURE)
+        elif why := self.buffers.not_finite():
+            header = replace(header, kind=Kind.FAILURE)
         work = SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec)
-        mine = Contribution(self.header(kind), row.codec, why=why)
-        norm = math.nan
-        if kind in WITH_PAYLOAD:
+        mine, norms = Contribution(header, row.codec, why=why), torch.tensor([math.nan])
+        if not why:
             buffers = self.buffers.block(as_numbers=row.codec.payload is Payload.NUMBERS)
             try:
-                blocks, norm = work.encode(self.state.tensors, sources, scale=self._loss_scale(inner_step))
-                mine = replace(mine, blocks=blocks, buffers=buffers, present=self.signal.present())
+                blocks, norms = work.encode(self.state.tensors, sources, scale=self._loss_scale(inner_step))
+                mine = Contribution(header, row.codec, blocks, buffers, sources.present)
             except NotFiniteError as error:
                 # The signal is finite, but its sum with the residual is not. Part of the state has moved, and all of it
                 # is lost anyway.
-                why = self.state.broken = self.parameters.overflow(error.tensor, self.state.steps)
-                mine = replace(mine, header=replace(mine.header, kind=Kind.FAILURE), why=why)
+                why = self.state.broken = self.parameters.overflow(error.tensor, steps)
+                mine = Contribution(replace(header, kind=Kind.FAILURE), row.codec, why=why)
         seconds = time.perf_counter() - begin
-        pending = Pending(work, mine, inner_step, measured_at, self.state.steps, norm, seconds, _nothing())
-        pending.exchange = self._exchange(pending)
+        pending = Pending(work, mine, inner_step, sources, steps, norms, seconds)
+        pending.exchange = counted(self._exchange(pending), pending.count)
         self.state.under_way = True
         return pending
 
-    def _readiness(self, kind: Kind, sources: Sources, inner_step: InnerStep) -> tuple[Kind, str]:
-        """Whether this replica can take part in a round of this kind; if not, which message it sends and why."""
-        if why := self.state.broken or self.parameters.changed():
-            return Kind.FAILURE, why
-        overflow = self.parameters.not_finite(sources, self._signal_name, self.state.steps, len(self.transport.peers))
-        if why := self.buffers.changed():
-            return Kind.FAILURE, why
-        if overflow:
-            return Kind.ABSTAIN if self._may_skip(inner_step) else Kind.FAILURE, overflow
-        if why := self.buffers.not_finite():
-            return Kind.FAILURE, why
-        return kind, ""
-
     def header(self, kind: Kind) -> Header:
         """The header of this replica's next message."""
-        counters = self.buffers.counters_fingerprint()
         # Taken anew each time: a message must tell of the anchor as it is, not as it was after the last round.
-        anchor = self.fingerprint() if self.method.consensus else NOBODY
-        state = self.state
+        anchor, state = self.fingerprint() if self._consensus else NOBODY, self.state
+        counters = self.buffers.counters_fingerprint() if self.buffers.counters else NOBODY
         return Header(kind, self.transport.rank, state.rounds, state.steps, state.run, self.schema, anchor, counters)
 
     # -- between the halves ----------------------------------------------------------------------------------------
@@ -198,7 +194,7 @@ class Exchanger:
         """Everybody's contribution, verified alike on every replica. No weight moves. If the round is refused, the
         payload is owed again."""
         try:
-            received = yield from counted(self.carry(pending.contribution), pending.count)
+            received = yield from self.carry(pending.contribution)
             anchors = {header.sender: header.anchor for header in received.headers}
             compare_anchors(self.state.rounds, anchors, of_weights="anchor" not in self.state.tensors)
             if received.not_finite is not None and not self._may_skip(pending.inner_step):
@@ -208,7 +204,7 @@ class Exchanger:
             self.state.under_way = False
             # A drift that the residual now holds must not be measured a second time.
             if pending.work.withdraw(self.state.tensors, pending.contribution.blocks):
-                self.signal.restart(pending.measured_at)
+                self.signal.restart(pending.sources)
             raise
         pending.received = received
 
@@ -256,13 +252,17 @@ class Exchanger:
 
     def _absorb(self, pending: Pending, received: Received) -> None:
         """Mean → rule → weights, slab by slab; then the buffers. Everything was verified before."""
-        present, buffers = received.present(), received.buffers()
-        targets = self.signal.targets(pending.measured_at)
+        present = received.present() if self.signal.tells_presence else []
+        buffers = received.buffers() if self.buffers.floats else []
+        targets = pending.sources.targets
         pending.work.absorb(self.state.tensors, received.mean, targets)
+        if pending.work.rule.takes_sign:
+            for target in targets:
+                target.sign_()
         scale = self._loss_scale(pending.inner_step)
-        finalize = pending.work.rule.finalize
-        self.signal.wrote(targets, finalize, measured_at=pending.measured_at, present=present, scale=scale)
-        self.buffers.absorb(buffers)
+        self.signal.answer(pending.sources, present=present, scale=scale)
+        if buffers:
+            self.buffers.absorb(buffers)
 
     def _record(self, pending: Pending, received: Received, seconds_decoding: float) -> Round:
         state, tensors, anchor = self.state, self.state.tensors, pending.contribution.header.anchor
@@ -274,7 +274,7 @@ class Exchanger:
             seconds_encoding=pending.seconds_encoding,
             seconds_waiting=pending.count.waiting,
             seconds_decoding=seconds_decoding,
-            drift_norm=pending.signal_norm,
+            drift_norm=_norm(pending.norms),
             residual_norm=_norm(tensors["residual"]) if "residual" in tensors else 0.0,
             anchor_fingerprint=(self.fingerprint() if "anchor" in tensors else anchor).hex(),
             left_out=tuple(received.left_out),
@@ -297,9 +297,9 @@ class Exchanger:
 
     def show(self, coeffs: Tensor) -> None:
         """Weights with these coefficients into the model, as the start of a round."""
-        targets = self.signal.targets()
-        self.layout.write(coeffs, targets)
-        self.signal.wrote(targets, self.method.rule.finalize)
+        sources = self.signal.measure()
+        self.layout.write(coeffs, sources.targets)
+        self.signal.answer(sources)
 
     def _may_skip(self, inner_step: InnerStep) -> bool:
         """An overflow is no failure: under a `GradScaler` everybody skips the step."""
@@ -318,10 +318,6 @@ def pattern_for(payload: Payload, context: Context) -> Pattern:
             f"refused={context.refused!r}: payloads that are summed on the way leave nobody out; use 'raise'"
         )
     return Summed(context)
-
-
-def _nothing() -> Exchange[None]:
-    yield from ()
 
 
 def _norm(flat: Tensor) -> float:

@@ -5,32 +5,42 @@ A signal is bound to one replica's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-Finalize = Callable[[Tensor], Tensor]
-Sources = tuple[Sequence[Tensor], Sequence[Tensor] | None]  # the signal is the first tensors, less the second
+from overtone.errors import MethodError
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a signal is measured, and where the answer goes: it is ``plus``, less ``minus`` if there is one."""
+
+    plus: Sequence[Tensor]
+    minus: Sequence[Tensor] | None = None
+    targets: Sequence[Tensor] = ()  # the rule's answer is written here, and handed to `Signal.answer`
+    present: Sequence[bool] = ()  # which parameters have a signal, to be sent to the others; empty if all always have
+    measured_at: Sequence[Tensor] | None = None  # a copy of the weights, if local steps may follow before the answer
 
 
 class Tensors(Protocol):
     """The tensors that are exchanged; `Parameters` are such."""
 
-    @property
-    def exchanged(self) -> list[nn.Parameter]: ...
+    exchanged: list[nn.Parameter]
 
     @property
     def tensors(self) -> list[Tensor]: ...
 
 
 class Signal(Protocol):
-    """One replica's signal. ``inner_first``: the inner optimizer steps before the round, not after it. ``keeps_start``:
-    it remembers a copy of the weights."""
+    """One replica's signal."""
 
-    inner_first: bool
-    keeps_start: bool
+    inner_first: bool  # the inner optimizer steps before the round, not after it
+    keeps_start: bool  # it remembers a copy of the weights
+    tells_presence: bool  # a parameter may have no signal, and the others must know
 
     def __init__(self, parameters: Tensors) -> None: ...
 
@@ -38,34 +48,17 @@ class Signal(Protocol):
         """The next drift is measured from the weights as they are now."""
         ...
 
-    def sources(self) -> Sources:
-        """The tensors that the signal is measured from."""
+    def measure(self, *, overlapped: bool = False) -> Sources:
+        """The tensors to measure the signal from. ``overlapped``: local steps may follow before the answer."""
         ...
 
-    def present(self) -> list[bool]:
-        """Which parameters have a signal now, to be sent to the others; empty if all always have one."""
-        ...
-
-    def targets(self, measured_at: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Where to write the rule's answer; to be followed by `wrote`. ``measured_at`` are the weights at which the
-        signal was measured, if there were local steps since."""
-        ...
-
-    def wrote(
-        self,
-        targets: list[Tensor],
-        finalize: Finalize,
-        *,
-        measured_at: Sequence[Tensor] | None = None,
-        present: Sequence[bool] = (),
-        scale: float = 1.0,
-    ) -> None:
+    def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
         """The answer is in the targets. ``present`` says which parameters had a signal on any replica, ``scale`` is the
         loss scale that gradients carry."""
         ...
 
-    def restart(self, measured_at: Sequence[Tensor] | None = None) -> None:
-        """The signal is in the rule's state, but no answer will come: measure from where it was measured last."""
+    def restart(self, sources: Sources) -> None:
+        """The signal is in the rule's state, but no answer will come: measure on from where it was measured."""
         ...
 
     def state(self) -> list[Tensor]:
@@ -82,6 +75,7 @@ class Drift:
 
     inner_first = True
     keeps_start = True
+    tells_presence = False
 
     def __init__(self, parameters: Tensors) -> None:
         self.parameters = parameters
@@ -90,43 +84,32 @@ class Drift:
     def begin(self) -> None:
         self.start = [w.clone() for w in self.parameters.tensors]
 
-    def sources(self) -> Sources:
-        return self.start, self.parameters.tensors
+    def measure(self, *, overlapped: bool = False) -> Sources:
+        weights = self.parameters.tensors
+        if not overlapped:
+            return Sources(self.start, weights, weights)
+        answers = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+        return Sources(self.start, weights, answers, measured_at=[weight.clone() for weight in weights])
 
-    def present(self) -> list[bool]:
-        return []
-
-    def targets(self, measured_at: Sequence[Tensor] | None = None) -> list[Tensor]:
-        if measured_at is None:
-            return self.parameters.tensors
-        return [torch.empty_like(weight, dtype=torch.float32) for weight in measured_at]
-
-    def wrote(
-        self,
-        targets: list[Tensor],
-        finalize: Finalize,
-        *,
-        measured_at: Sequence[Tensor] | None = None,
-        present: Sequence[bool] = (),  # noqa: ARG002
-        scale: float = 1.0,  # noqa: ARG002
-    ) -> None:
-        if measured_at is None:
-            for start, weight in zip(self.start, targets, strict=True):
-                finalize(weight)
+    def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:  # noqa: ARG002
+        if sources.measured_at is None:
+            for start, weight in zip(self.start, sources.targets, strict=True):
                 start.copy_(weight)
             return
-        # Local steps lie between: the weights move by a shift, so that these steps stay; so does the start, so that
-        # they are the next drift.
-        for start, weight, was, answer in zip(self.start, self.parameters.tensors, measured_at, targets, strict=True):
-            shift = finalize(answer).sub_(was)
+        # Local steps lie between: the weights move by a shift, so that these steps stay. The start moves by the same
+        # shift, so that they are the next drift.
+        pairs = zip(sources.measured_at, sources.targets, strict=True)
+        shifts = [answer.sub_(was) for was, answer in pairs]
+        self.restart(sources)
+        for start, weight, shift in zip(self.start, self.parameters.tensors, shifts, strict=True):
             weight.add_(shift)
-            start.copy_(was).add_(shift)
+            start.add_(shift)
 
-    def restart(self, measured_at: Sequence[Tensor] | None = None) -> None:
-        if measured_at is None:
+    def restart(self, sources: Sources) -> None:
+        if sources.measured_at is None:
             self.begin()
         else:
-            self.start = [weight.clone() for weight in measured_at]
+            self.start = [weight.clone() for weight in sources.measured_at]
 
     def state(self) -> list[Tensor]:
         return self.start
@@ -137,6 +120,7 @@ class Gradient:
 
     inner_first = False
     keeps_start = False
+    tells_presence = True
 
     def __init__(self, parameters: Tensors) -> None:
         self.parameters = parameters
@@ -144,26 +128,15 @@ class Gradient:
     def begin(self) -> None:
         pass
 
-    def sources(self) -> Sources:
-        return [_dense_gradient(p) for p in self.parameters.exchanged], None
+    def measure(self, *, overlapped: bool = False) -> Sources:
+        if overlapped:
+            raise MethodError("gradients are exchanged before the inner step, so no local step can lie between")
+        parameters = self.parameters.exchanged
+        present = [p.grad is not None for p in parameters]
+        return Sources([_dense_gradient(p) for p in parameters], None, [_place_for(p) for p in parameters], present)
 
-    def present(self) -> list[bool]:
-        return [p.grad is not None for p in self.parameters.exchanged]
-
-    def targets(self, measured_at: Sequence[Tensor] | None = None) -> list[Tensor]:  # noqa: ARG002
-        return [_place_for(p) for p in self.parameters.exchanged]
-
-    def wrote(
-        self,
-        targets: list[Tensor],
-        finalize: Finalize,
-        *,
-        measured_at: Sequence[Tensor] | None = None,  # noqa: ARG002
-        present: Sequence[bool] = (),
-        scale: float = 1.0,
-    ) -> None:
-        for p, answer, somebody_had_one in zip(self.parameters.exchanged, targets, present, strict=True):
-            finalize(answer)
+    def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
+        for p, answer, somebody_had_one in zip(self.parameters.exchanged, sources.targets, present, strict=True):
             if scale != 1.0:
                 answer.mul_(scale)
             # Unused on every replica: optimizers skip it, as they would without any exchange. A gradient of zeros is
@@ -173,7 +146,7 @@ class Gradient:
             elif answer is not p.grad:
                 p.grad = answer.to(p.dtype)
 
-    def restart(self, measured_at: Sequence[Tensor] | None = None) -> None:
+    def restart(self, sources: Sources) -> None:
         pass
 
     def state(self) -> list[Tensor]:
@@ -185,6 +158,7 @@ class Silence:
 
     inner_first = True
     keeps_start = False
+    tells_presence = False
 
     def __init__(self, parameters: Tensors) -> None:
         pass
@@ -192,27 +166,13 @@ class Silence:
     def begin(self) -> None:
         pass
 
-    def sources(self) -> Sources:
-        return [], None
+    def measure(self, *, overlapped: bool = False) -> Sources:  # noqa: ARG002
+        return Sources(())
 
-    def present(self) -> list[bool]:
-        return []
-
-    def targets(self, measured_at: Sequence[Tensor] | None = None) -> list[Tensor]:  # noqa: ARG002
-        return []
-
-    def wrote(
-        self,
-        targets: list[Tensor],
-        finalize: Finalize,
-        *,
-        measured_at: Sequence[Tensor] | None = None,
-        present: Sequence[bool] = (),
-        scale: float = 1.0,
-    ) -> None:
+    def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
         pass
 
-    def restart(self, measured_at: Sequence[Tensor] | None = None) -> None:
+    def restart(self, sources: Sources) -> None:
         pass
 
     def state(self) -> list[Tensor]:

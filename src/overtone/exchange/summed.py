@@ -17,6 +17,7 @@ from torch import Tensor
 
 from overtone.coding.bits import Reader, field_bytes
 from overtone.coding.chunks import Slab
+from overtone.coding.layout import part_of
 from overtone.errors import WireError
 from overtone.exchange.consensus import MOST_TEXT, Inbox, agree, dispute, open_all, verdict
 from overtone.exchange.message import Expected, Header, Kind, Message, seal_message, unseal_message
@@ -40,8 +41,10 @@ class Summed:
         gathered = yield Gather(seal_message(mine.header, flags, seal), equal=True)
         inbox = Inbox(peers)
         for rank, raw in zip(peers, gathered, strict=True):
-            with inbox.refusing(rank):
+            try:
                 inbox.messages[rank] = self._open(raw, expected, rank)
+            except WireError as error:
+                inbox.refused[rank] = str(error)
         headers = [message.header for message in inbox.messages.values()]
         if all(header.kind is Kind.FINISH for header in (mine.header, *headers)):
             yield from agree(inbox, mine.header, expected, seal)
@@ -110,7 +113,7 @@ class _Sum(Received):
         return self.context.buffers.changed_by(self.vector[self.context.layout.size :])
 
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:  # noqa: ARG002
-        return slab.of(self.vector)
+        return part_of(self.vector, slab)
 
 
 def _votes(digest: bytes) -> Tensor:

@@ -152,7 +152,7 @@ class Pulse:
             return
         self._trained = True
         self.upkeep.tell("trained")  # until all have come here, they may still ask
-        self.upkeep.transport.watchdog.idle = lambda: None  # type: ignore[union-attr]
+        self.upkeep.transport.watchdog.idle = None  # type: ignore[union-attr]
         if self._said < max(self.upkeep.tell(self._said)):
             self._begin()
         if self._begun is not None:

@@ -20,7 +20,7 @@ from overtone.methods import Method
 from overtone.replica import Replica
 from overtone.sim.network import Absence, Link
 from overtone.sim.rng import Randomness, seed_of
-from overtone.transport import Broadcast, Collective, Exchange, Gather, Sum
+from overtone.transport import AlwaysCommits, Broadcast, Collective, Exchange, Gather, Sum
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Mailbox:
     total: Tensor | None = None  # the sum is worked out once, not once per replica
 
 
-class SimTransport:
+class SimTransport(AlwaysCommits):
     """One replica's transport inside the cluster: takes its results out of the mailbox."""
 
     def __init__(self, rank: int, size: int, mailbox: Mailbox) -> None:
@@ -85,9 +85,6 @@ class SimTransport:
             return
         for mine, theirs in zip(tensors, source, strict=True):
             mine.detach().copy_(theirs.detach())
-
-    def commit(self, index: int) -> None:
-        """Virtual replicas are not lost between two collectives."""
 
 
 class Cluster:

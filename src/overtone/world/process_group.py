@@ -23,15 +23,15 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from overtone.coding.bits import bytes_tensor, tensor_bytes
 from overtone.errors import OvertoneError, PeerError, RelayedError
 from overtone.ledger import SIZE_BYTES, Count, Ledger
+from overtone.transport import AlwaysCommits
 from overtone.world.board import Board, Store
 from overtone.world.watchdog import Watchdog, is_done
 
-MARGIN = 5.0  # seconds after its time-out at which torch gives up a collective by itself, so that a process can end
 FOREVER = timedelta(days=60)  # torch's own time-out of a group; each collective has one of ours
 _boards: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # how many transports a group has had here
 
 
-class Torch:
+class Torch(AlwaysCommits):
     """A `torch.distributed` process group: gloo over TCP, NCCL on GPUs. ``group=None`` is the default group.
 
     ``timeout`` is how many seconds to wait for a peer that does not answer; by default it follows from how long rounds
@@ -93,8 +93,7 @@ class Torch:
 
     def _run(self, start: Callable[[Any], Any], options: Any, size: int) -> None:
         """One collective of so many bytes, to its end. Every rank must come here for the same one."""
-        on_gpu = self.device.type == "cuda"
-        self.watchdog.run(partial(_begun, start, options), size, watched=not on_gpu)
+        self.watchdog.run(start, options, size, on_gpu=self.device.type == "cuda")
 
     def _gathered(self, buffer: Tensor) -> list[Tensor]:
         """Everybody's buffer; all have the same size."""
@@ -109,8 +108,15 @@ class Torch:
             if most is not None:
                 # gloo and NCCL gather equal sizes only: the longest message sets the length.
                 sizes = self._gathered(torch.tensor([longest], dtype=torch.int64, device=self.device))
-                longest = _longest([int(size) for size in sizes], most)
-            buffer = bytes_tensor(message.ljust(longest, b"\0"), torch.uint8).to(self.device)
+                announced = [int(size) for size in sizes]
+                for rank, size in enumerate(announced):  # everybody sees the same ones, so everybody refuses alike
+                    if not 0 <= size <= most:
+                        raise PeerError(
+                            f"rank {rank} announces a message of {size} bytes, where {most} are the most; it was "
+                            "refused"
+                        )
+                longest = max(announced)
+            buffer = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8).to(self.device)
             messages = [tensor_bytes(one.cpu()) for one in self._gathered(buffer)]
         if most is not None:
             count.gathered(SIZE_BYTES, self.size)
@@ -126,7 +132,7 @@ class Torch:
         work = self._collectives.allgather([buffers], [buffer], options)
         count = Count()
         count.gathered(len(message), self.size)
-        self.watchdog.board.enter()
+        self.watchdog.exchanges += 1
         return Begun(self, work, buffers, count)
 
     def sum(self, buffer: Tensor, *, count: Count) -> Tensor:
@@ -155,9 +161,6 @@ class Torch:
             here = part.to(tensor.device, copy=True).view(tensor.dtype).view(tensor.shape)
             tensor.detach().copy_(here)
 
-    def commit(self, index: int) -> None:
-        """Nothing to ask: a process group has no way to lose one peer and keep the others."""
-
 
 class Begun:
     """A gather that is under way. ``count`` is what it costs."""
@@ -179,12 +182,6 @@ class Begun:
         return [tensor_bytes(one) for one in self._buffers]
 
 
-def _begun(start: Callable[[Any], Any], options: Any, limit: float) -> Any:
-    """torch's handle of a collective that has just begun, with a time-out of its own."""
-    options.timeout = timedelta(seconds=limit + MARGIN)
-    return start(options)
-
-
 def _of(group: dist.ProcessGroup | None) -> Any:
     """The group itself, typed as what it can do in every torch: a collective takes options, with a time-out each."""
     return dist.group.WORLD if group is None else group
@@ -195,13 +192,3 @@ def _store() -> Store | None:
     ask = getattr(dist.distributed_c10d, "_get_default_store", None)
     store: Store | None = None if ask is None else ask()
     return store
-
-
-def _longest(sizes: Sequence[int], most: int) -> int:
-    """The longest of the announced lengths; everybody sees the same ones, so everybody refuses alike."""
-    for rank, size in enumerate(sizes):
-        if not 0 <= size <= most:
-            raise PeerError(
-                f"rank {rank} announces a message of {size} bytes, where {most} are the most; it was refused"
-            )
-    return max(sizes)
