@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import overtone
 from overtone.codec import TopK
+from overtone.coding.bits import Reader
 from overtone.coding.kernels import Kernels, in_numba, in_torch
 from overtone.errors import WireError
 from overtone.exchange import message as wire
@@ -164,7 +164,7 @@ def test_lies_under_a_valid_seal(loops: Kernels) -> None:
             continue
         believed += 1
         Gathered(other).open(message, EXPECTED, 1, MINE)
-        reader = overtone.bits.Reader(body)
+        reader = Reader(body)
         receiver.setting.buffers.unpack(reader)
         for slab in receiver.layout.slabs:
             here = torch.zeros(slab.chunks, slab.area)
@@ -181,11 +181,11 @@ def test_any_bytes_at_all(body: bytes, keep: int, bits: int) -> None:
     codec = TopK(keep=keep, bits=bits, plain_below=30, chunk=16)
     for loops in (in_torch, in_numba):
         for slab in codec.layout([(20, 20), (3,)]).slabs:
-            reader = overtone.bits.Reader(body)
+            reader = Reader(body)
             try:
                 part = codec.decode(reader, slab, loops)
             except WireError:
                 with pytest.raises(WireError):
-                    codec.check(overtone.coding.bits.Reader(body), slab, loops)
+                    codec.check(Reader(body), slab, loops)
                 continue
             part.add_to(torch.zeros(slab.chunks, slab.area))

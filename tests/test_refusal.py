@@ -105,7 +105,7 @@ def test_every_rank_refuses_alike_and_names_the_sender(tmp_path: Path) -> None:
     for name, refused in {
         "all others": "round 1: the message of rank 1 was refused by rank 0: checksum",
         "one of them": "round 1: the message of rank 1 was refused by rank 2: checksum",
-        "two tongues": "round 1: the message of rank 1 was refused because not every rank heard the same",
+        "two tongues": "round 1: the message of rank 1 was refused because not every rank received the same",
         "header of a sum": "round 1: the message of rank 1 was refused by rank 2: checksum",
         "header of a failure": "round 1: the message of rank 1 was refused by rank 2: checksum",
         "gradients": "round 1: the message of rank 1 was refused by rank 2: checksum",
@@ -145,7 +145,7 @@ def test_a_greeting_damaged_on_one_link_ends_on_all(tmp_path: Path) -> None:
     for result in found:
         assert "value" in result, result
         for told in result["value"].values():
-            assert told.startswith("round 0: the greeting of rank 1 was refused by rank 2: checksum"), told
+            assert told.startswith("round 0: the handshake of rank 1 was refused by rank 2: checksum"), told
 
 
 def leaving_out() -> dict[str, object]:
@@ -234,7 +234,7 @@ def test_a_key_keeps_strangers_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert "value" in result, result
         told = result["value"]
         assert told["other key"].startswith(
-            f"round 0: the greeting of rank {1 - rank} was refused: HMAC: does not match"
+            f"round 0: the handshake of rank {1 - rank} was refused: HMAC: does not match"
         )
         assert "has none; set OVERTONE_KEY to the same on every replica" in told["no key"]
     assert found[0]["value"]["the same key"] == found[1]["value"]["the same key"]
@@ -269,7 +269,7 @@ def test_a_message_of_an_earlier_round_or_run_is_refused() -> None:
             hold_round(replicas[0])
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(replicas[0]).items())
         worlds_apart[0].replay = None
-        replicas[0].signal.begin()
+        replicas[0].exchanger.signal.begin()
 
 
 def hold_round(replica: Replica) -> None:
@@ -313,7 +313,7 @@ def giants() -> str:
             sizes = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
             dist.all_gather(sizes, torch.tensor([1 << 62]))
             return "announced"
-        transport.gather(b"x" * 10, most=1000)
+        transport.gather(b"x" * 10, most=1000, count=Count())
         return "no error"
     except PeerError as error:
         return str(error)
