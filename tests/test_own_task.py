@@ -81,8 +81,8 @@ def test_the_example_ends_alike_in_processes_and_in_the_simulator(tmp_path: Path
 WRONG = {
     "x = 1": "has no function task(options); examples/own_task.py shows one",
     "task = 3": "has no function task(options); examples/own_task.py shows one",
-    "def task(options): return 3": "task(options) gave int; give an overtone.tasks.Task",
-    "def task(options): pass": "task(options) gave NoneType; give an overtone.tasks.Task",
+    "def task(options): return 3": "task(options) returned int; return an overtone.tasks.Task",
+    "def task(options): pass": "task(options) returned NoneType; return an overtone.tasks.Task",
 }
 
 
