@@ -20,6 +20,7 @@ import torch
 import transformers
 from PIL import Image as Pil
 
+import overtone.tasks.image
 from overtone.errors import TaskError
 from overtone.tasks import Image, TaskOptions, load_task
 from overtone.tasks.image import source
@@ -502,6 +503,13 @@ assert not any(name.split(".")[0] == "overtone" for name in sys.modules)
 with torch.no_grad():
     torch.save(model(pixel_values=torch.load(sys.argv[2])).logits, sys.argv[3])
 """
+
+
+def test_the_package_itself_makes_the_small_stem_known() -> None:
+    """docs/train.md says to import `overtone.tasks.image`, so the package imports task.py, which registers the type."""
+    assert overtone.tasks.image.ImageTask is ImageTask
+    known = transformers.AutoModelForImageClassification._model_mapping
+    assert known[overtone.tasks.image.SmallResNetConfig] is overtone.tasks.image.SmallResNetForImageClassification
 
 
 def test_an_export_with_the_small_stem_loads_with_and_without_overtone(
