@@ -44,11 +44,9 @@ class Image:
     """Options of the image task."""
 
     stem: Literal["small", "full"] = "small"
-    """First layers of a ResNet preset. small: a 3x3 convolution, for images of about 32 pixels. full: a 7x7 convolution
-    and pooling, for images of about 224 pixels."""
+    """First layers of a ResNet. small: a 3x3 convolution, for about 32 pixels; full: 7x7 and pooling, for about 224."""
     side: int | None = None
-    """Resize all images to this height and width in pixels. By default images keep their size, and all must have the
-    same."""
+    """Resize all images to this height and width in pixels. By default all must have one size already."""
     flip: bool = False
     """Mirror a random half of the training images."""
     crop: int = 0
@@ -65,14 +63,11 @@ class TaskOptions:
     task: str = "language"
     """The task: language, image, or the path of a Python file with a task of your own."""
     model: str | None = None
-    """The name of a preset (byte, gpt2-1m, llama-30m, resnet-18 …; an unknown name lists all of them), or the path of a
-    config.json or of a folder with one. By default byte for language and resnet-tiny for images."""
+    """A preset (byte, gpt2-1m, resnet-18 …; an unknown name lists all) or a config.json. Default: byte, resnet-tiny."""
     data: str | None = None
-    """A file, a folder, or hub:NAME for a stream from the Hugging Face hub. By default data that needs no download: the
-    sources of Python's standard library for language, scikit-learn's digits for images."""
+    """A file, a folder, or hub:NAME to stream from the hub. By default Python's sources, or scikit-learn's digits."""
     skew: float = 0.0
-    """How the samples are divided among the replicas. 0: at random. 1: sorted by label, or by place in the text.
-    Between 0 and 1: that share of the samples is sorted."""
+    """Share of the samples that replicas get in order (by label, or by place in the text) and not at random."""
     valid_samples: int = 256
     """Number of validation samples: windows of text, or images."""
     language: Language = field(default_factory=Language)
