@@ -1,11 +1,12 @@
-"""A task of the user's own: the example trains, in real processes as in the simulator, and mistakes are told."""
+"""A task of the user's own: the example trains, in real processes as in the simulator, and mistakes are told.
+
+The command lines run in forks of one process that has imported everything (tests/kill/warm.py).
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,24 +17,32 @@ pytest.importorskip("tyro")
 from overtone.errors import TaskError
 from overtone.runs import log
 from overtone.tasks import TaskOptions, load_task
+from running import Ended, Warm
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "own_task.py"
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "own_task.py"
 RUN = ["--replicas", "2", "--steps", "60", "--every", "10"]
 
 
-def overtone(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "overtone", *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    started = Warm("runs.export", "runs.simulate")
+    yield started
+    started.close()
 
 
-def test_a_run_directory_does_not_decide_what_code_runs(tmp_path: Path) -> None:
-    """Somebody else's run names a Python file: it runs if that is asked for, or named by the user."""
+def overtone(warm: Warm, *arguments: object, replicas: int = 1) -> Ended:
+    """Run a command line to its end. More than one replica: it starts that many processes."""
+    return warm.start([*map(str, arguments)], {}, cwd=ROOT, replicas=replicas).end()
+
+
+def test_a_run_directory_does_not_decide_what_code_runs(warm: Warm, tmp_path: Path) -> None:
+    """Somebody else's run names a Python file: it runs only if the user trusts it, or names a file."""
     code = tmp_path / "theirs.py"
     code.write_text(f"{EXAMPLE.read_text()}\nfrom pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
     run, few = tmp_path / "run", ["--replicas", "1", "--every", "2", "--steps"]
-    done = overtone("train", "--task", code, *few, "4", "--out", run)
-    assert done.returncode == 0, done.stderr
+    done = overtone(warm, "train", "--task", code, *few, "4", "--out", run)
+    assert done.status == 0, done.said
     ran = tmp_path / "ran"
     for command in (
         ["train", "--resume", run],
@@ -41,11 +50,11 @@ def test_a_run_directory_does_not_decide_what_code_runs(tmp_path: Path) -> None:
         ["export", run, tmp_path / "m"],
     ):
         ran.unlink(missing_ok=True)
-        done = overtone(*command)
-        assert done.returncode == 2
-        assert str(code) in done.stderr
-        assert "--trust-task" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+        done = overtone(warm, *command)
+        assert done.status == 2
+        assert str(code) in done.said
+        assert "--trust-task" in done.said
+        assert len(done.said.splitlines()) == 1
         assert not ran.exists()
     for command in (
         ["train", "--resume", run, "--steps", "6", "--trust-task"],
@@ -54,8 +63,8 @@ def test_a_run_directory_does_not_decide_what_code_runs(tmp_path: Path) -> None:
         ["export", run, tmp_path / "named", "--task", code],
     ):
         ran.unlink(missing_ok=True)
-        done = overtone(*command)
-        assert done.returncode == 0, done.stderr
+        done = overtone(warm, *command)
+        assert done.status == 0, done.said
         assert ran.exists()
 
 
@@ -65,13 +74,13 @@ def test_the_example_has_forty_lines_and_says_how_to_run_it() -> None:
     assert " ".join(["overtone train --task examples/own_task.py", *RUN]) in lines
 
 
-def test_the_example_ends_alike_in_processes_and_in_the_simulator(tmp_path: Path) -> None:
-    done = overtone("train", "--task", EXAMPLE, *RUN, "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    assert "on two moons:" in done.stderr
+def test_the_example_ends_alike_in_processes_and_in_the_simulator(warm: Warm, tmp_path: Path) -> None:
+    done = overtone(warm, "train", "--task", EXAMPLE, *RUN, "--out", tmp_path / "run", replicas=2)
+    assert done.status == 0, done.said
+    assert "on two moons:" in done.said
     real = [record for record in log.read(tmp_path / "run") if record["event"] == "finish"][-1]
-    done = overtone("simulate", "--task", EXAMPLE, *RUN, "--json", tmp_path / "simulated.json")
-    assert done.returncode == 0, done.stderr
+    done = overtone(warm, "simulate", "--task", EXAMPLE, *RUN, "--json", tmp_path / "simulated.json")
+    assert done.status == 0, done.said
     simulated = json.loads((tmp_path / "simulated.json").read_text())
     assert real["anchor_fingerprint"] == simulated["anchor_fingerprint"]
     assert real["metrics"]["accuracy"] == pytest.approx(simulated["metrics"]["accuracy"])
@@ -95,21 +104,21 @@ def test_a_file_that_makes_no_task_is_refused(tmp_path: Path, code: str) -> None
     assert str(caught.value) == f"task {file}: {WRONG[code]}"
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_named(warm: Warm, tmp_path: Path) -> None:
     for file, why in ((tmp_path / "own.py", "no such file; give a Python file"), (tmp_path, "unknown; there are")):
-        done = overtone("simulate", "--task", file, *RUN)
-        assert done.returncode == 2
-        assert why in done.stderr
-        assert "Traceback" not in done.stderr
+        done = overtone(warm, "simulate", "--task", file, *RUN)
+        assert done.status == 2
+        assert why in done.said
+        assert "Traceback" not in done.said
 
 
-def test_an_error_of_the_users_own_shows_where_it_is(tmp_path: Path) -> None:
+def test_an_error_of_the_users_own_shows_where_it_is(warm: Warm, tmp_path: Path) -> None:
     """It is no error of ours to put into words: the traceback ends in the user's own line, as in any program."""
     file = tmp_path / "own.py"
     file.write_text("def task(options):\n    return {}['colour']\n")
-    done = overtone("train", "--task", file, *RUN, "--out", tmp_path / "run")
-    assert done.returncode == 1
-    assert f'File "{file}", line 2, in task' in done.stderr
-    assert "return {}['colour']" in done.stderr
-    assert "KeyError: 'colour'" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("overtone: rank ")
+    done = overtone(warm, "train", "--task", file, *RUN, "--out", tmp_path / "run", replicas=2)
+    assert done.status == 1
+    assert f'File "{file}", line 2, in task' in done.said
+    assert "return {}['colour']" in done.said
+    assert "KeyError: 'colour'" in done.said
+    assert done.said.splitlines()[-1].startswith("overtone: rank ")
