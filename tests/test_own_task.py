@@ -6,21 +6,28 @@ The command lines run in forks of one process that has imported everything (test
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("rich")
 pytest.importorskip("tyro")
 
+from overtone.cli import arguments
 from overtone.errors import TaskError
 from overtone.runs import log
-from overtone.tasks import TaskOptions, load_task
+from overtone.runs.loop import evaluate
+from overtone.tasks import Task, TaskOptions, Tensors, load_task
+from overtone.tasks.text.hf_models import PRESETS
 from running import Ended, Warm
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "own_task.py"
+DOCS = (ROOT / "docs" / "tasks.md").read_text()
 RUN = ["--replicas", "2", "--steps", "60", "--every", "10"]
 
 
@@ -66,6 +73,70 @@ def test_a_run_directory_does_not_decide_what_code_runs(warm: Warm, tmp_path: Pa
         done = overtone(warm, *command)
         assert done.status == 0, done.said
         assert ran.exists()
+
+
+def test_the_documented_task_trains(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    (tmp_path / "documented.py").write_text(code)
+    made = load_task(TaskOptions(task=str(tmp_path / "documented.py"), valid_samples=64))
+    torch.manual_seed(0)
+    model = made.model()
+    before = evaluate(made, model)["loss"]
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    feed = made.feed(0, 1, batch=32, seed=0, skew=0.0)
+    for _ in range(60):
+        inner.zero_grad()
+        made.loss(model, feed.next()).backward()
+        inner.step()
+    assert evaluate(made, model)["loss"] < before / 2
+    rows, noise = torch.arange(8), torch.Generator()
+    assert torch.equal(made.train.batch(rows, None)[0], made.train.batch(rows, None)[0])
+    assert not torch.equal(made.train.batch(rows, noise)[0], made.train.batch(rows, None)[0])
+
+
+def test_the_documented_commands_are_understood() -> None:
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", DOCS, re.DOTALL) for line in block.splitlines()]
+    assert len(lines) == 3
+    for line in lines:
+        arguments.parse(shlex.split(line)[1:])
+
+
+def test_every_preset_is_documented() -> None:
+    pytest.importorskip("transformers")
+    from overtone.tasks import image
+
+    tables = [line for line in DOCS.splitlines() if line.startswith("|")]
+    for name in ("byte", *PRESETS, *image.PRESETS):
+        assert any(f"`{name}`" in line for line in tables), name
+
+
+class FreelyNamed(Tensors):
+    """Samples whose parameters have names of their own. A batch is true if it may be augmented."""
+
+    def batch(self, numbers: torch.Tensor, dice: torch.Generator | None) -> bool:
+        assert len(numbers) == 2
+        return dice is not None
+
+
+class FreelyNamedTask(Task):
+    name = "freely named"
+    train, valid = FreelyNamed(torch.zeros(8)), FreelyNamed(torch.zeros(4))
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(1, 1)
+
+    def loss(self, net: torch.nn.Module, augmented: bool) -> torch.Tensor:
+        return net.weight.sum() * 0 + augmented
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_samples_may_name_their_parameters_as_they_like(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+    """`batch` is called by position: in training, also by a thread, and in validation."""
+    monkeypatch.setattr(FreelyNamed, "slow", slow, raising=False)
+    task = FreelyNamedTask()
+    feed = task.feed(0, 1, batch=2, seed=0, skew=0.0)
+    assert [feed.next() for _ in range(6)] == [True] * 6
+    assert evaluate(task, task.model(), batch=2) == {"loss": 0.0}
 
 
 def test_the_example_has_forty_lines_and_says_how_to_run_it() -> None:
