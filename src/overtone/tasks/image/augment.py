@@ -37,9 +37,8 @@ class ImageSamples:
         self, source: Source, shape: ImageShape, normalization: Normalization, *, flip: bool = False, crop: int = 0
     ) -> None:
         if crop and crop >= min(shape.height, shape.width):
-            raise TaskError(
-                f"crop={crop}: must be less than the images' side ({shape.size}), or nothing of them may be left"
-            )
+            # A larger shift could leave nothing of an image.
+            raise TaskError(f"crop={crop}: must be less than the images' side ({shape.size}); use a smaller crop")
         self.source = source
         self.shape = shape
         self.normalization = normalization
