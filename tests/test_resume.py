@@ -105,8 +105,8 @@ CHAINS = {
         before("runs.session:newest_common", rank=1),
         before("runs.checkpoint.format:restore", rank=1),
         after("runs.checkpoint.format:restore"),
-        before("runs.checkpoint.writer:Saver.forget_after"),
-        after("runs.checkpoint.writer:Saver.forget_after", rank=1),
+        before("runs.checkpoint.writer:CheckpointWriter.delete_after"),
+        after("runs.checkpoint.writer:CheckpointWriter.delete_after", rank=1),
         before("runs.directory:write_config"),
         Moment("overtone.runs.log:RunLog.write", "torn"),
         after("exchange.inner_step:InnerStep.take", rank=1, count=2),
@@ -140,11 +140,11 @@ CHAINS = {
         Moment("pathlib:Path.replace", "before", match="*step-00000006/.replica-0*", until=(file(6, 1),)),
         Moment("pathlib:Path.replace", "after", rank=1, match="*step-00000006/.replica-1*", until=(file(6, 0),)),
         after("runs.checkpoint.format:_flush", match="*/checkpoints", until=saved(9)),
-        before("runs.checkpoint.writer:Saver.prune"),
+        before("runs.checkpoint.writer:CheckpointWriter.prune"),
         Moment("pathlib:Path.unlink", "after", rank=1, match="*/replica-1-of-2.safetensors"),
         Moment("pathlib:Path.rmdir", "before", rank=0, match="*/step-*"),
-        after("runs.checkpoint.writer:Saver.prune", rank=1),
-        after("runs.checkpoint.writer:Saver.save", rank=0),
+        after("runs.checkpoint.writer:CheckpointWriter.prune", rank=1),
+        after("runs.checkpoint.writer:CheckpointWriter.save", rank=0),
     ],
     "at the end": [
         before("tasks.text.task:LanguageTask.loss", step=22, until=saved(21)),
@@ -180,7 +180,7 @@ def test_a_run_killed_at_every_moment_ends_as_if_never_disturbed(
 
 def test_killed_after_the_last_checkpoint_but_before_the_log_says_so(trial: Trial, unbroken: Trial) -> None:
     """Everything is saved; only the closing line is missing."""
-    trial.stopped_at(after("runs.checkpoint.writer:Saver.settle", step=STEPS, count=2))
+    trial.stopped_at(after("runs.checkpoint.writer:CheckpointWriter.wait", step=STEPS, count=2))
     assert trial.newest().step == STEPS
     assert_same(trial.finished(), unbroken)
 
@@ -458,14 +458,14 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
     old, new = change
     trial = rare.on(replicas=old)
     trial.stopped_at(after("exchange.inner_step:InnerStep.take", rank=1, count=11, until=saved(9, old)))
-    assert trial.newest() == index.Mark(9, False, old)
+    assert trial.newest() == index.CheckpointId(9, False, old)
     then = trial.trees()
     assert all(tree["replica"]["counts"] == {"steps": 9, "rounds": 1, "steps_at_round": 8} for tree in then)
 
     # What the rule says, on the files themselves.
     files = [index.file_of(trial.checkpoints, trial.newest(), rank) for rank in range(old)]
-    blended = [format.blend(files, consensus=True, rank=rank) for rank in range(new)]
-    for tree in blended:
+    folded = [format.fold(files, consensus=True, rank=rank) for rank in range(new)]
+    for tree in folded:
         for name in ("anchor", "momentum"):
             assert torch.equal(tree["replica"]["state"][name], then[0]["replica"]["state"][name])
     for pick in (
@@ -473,13 +473,13 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
         *(lambda t, n=n: t["model"][n] for n in then[0]["model"]),
     ):
         wanted = mean_of([pick(tree) for tree in then])
-        assert torch.allclose(mean_of([pick(tree) for tree in blended]), wanted, atol=1e-6, rtol=0)
+        assert torch.allclose(mean_of([pick(tree) for tree in folded]), wanted, atol=1e-6, rtol=0)
 
     # The same in the run: until the next round a step moves the weights only.
     changed = trial.on(replicas=new)
     ended = changed.stopped_at(after_step_12(new))
     assert f"goes on from step 9, saved by {old} replicas" in ended.said
-    now = changed.trees(index.Mark(12, False, new))
+    now = changed.trees(index.CheckpointId(12, False, new))
     for tree in now:
         for name in ("anchor", "momentum"):
             assert torch.equal(tree["replica"]["state"][name], then[0]["replica"]["state"][name])
@@ -519,7 +519,7 @@ def test_killed_after_the_number_changed_it_changes_again_alike(trial: Trial, tm
     shutil.copytree(trial.folder, other.folder)
     other.finished()
     for moment in (
-        after("runs.checkpoint.writer:Saver.forget_after", rank=1),
+        after("runs.checkpoint.writer:CheckpointWriter.delete_after", rank=1),
         after("replica:Replica._absorb", rank=1, step=8),
         before("runs.checkpoint.format:write", rank=1, match="*step-00000009/*", until=(file(9, 0),)),
         after("replica:Replica._absorb", rank=1, step=12, until=saved(9)),
@@ -537,7 +537,7 @@ def test_another_number_of_replicas_without_consensus(change: tuple[int, int], r
     then = trial.trees()
     changed = trial.on(replicas=new)
     changed.stopped_at(after_step_12(new))
-    for rank, tree in enumerate(changed.trees(index.Mark(12, False, new))):
+    for rank, tree in enumerate(changed.trees(index.CheckpointId(12, False, new))):
         assert_equal(tree["replica"]["state"], then[rank % old]["replica"]["state"], f"replica {rank}")
         assert_equal(tree["replica"]["signal"], then[rank % old]["replica"]["signal"], f"replica {rank}")
     changed.finished()

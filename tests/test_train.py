@@ -28,7 +28,6 @@ from overtone.report import history
 from overtone.runs import log as runlog
 from overtone.runs import optimizers, toml, trackers
 from overtone.runs.checkpoint import format, index
-from overtone.runs.checkpoint import tree as nest
 from overtone.runs.config import MethodChoice, Run, Saving, Simulation, Training
 from overtone.runs.export import export
 from overtone.runs.live import View
@@ -133,7 +132,7 @@ def _dies_at(session: Session, step: int) -> Any:
 
     def dying(**options: bool) -> None:
         if session.replica.steps == step:
-            session.saver.settle()
+            session.saver.wait()
             assert session.lock is not None
             session.lock.close()
             raise KeyboardInterrupt
@@ -352,7 +351,7 @@ def test_a_forged_checkpoint_is_refused_in_one_line(part: str, stopped: Run) -> 
             here = here[first]
         here[name] = value
         tensors: dict[str, torch.Tensor] = {}
-        plain = nest.apart(tree, tensors)
+        plain = format.flatten(tree, tensors)
         format.write(path, plain, tensors)
         begun = time.monotonic()
         try:

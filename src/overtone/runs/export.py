@@ -10,7 +10,7 @@ from overtone.errors import CheckpointError, RunError, UnfitRunError
 from overtone.replica import Replica
 from overtone.runs import directory, log, optimizers, toml
 from overtone.runs.checkpoint import format
-from overtone.runs.checkpoint.index import Mark, complete, file_of, present
+from overtone.runs.checkpoint.index import CheckpointId, complete, file_of, present
 from overtone.runs.config import Run
 from overtone.runs.loop import evaluate
 from overtone.tasks import load_task, refuse_untrusted
@@ -30,8 +30,8 @@ def export(
         config = replace(config, task=replace(config.task, task=task))
     elif not trust_task:
         refuse_untrusted(config.task, run, "export")
-    mark = _newest(run)
-    file = file_of(run / directory.CHECKPOINTS, mark, 0)
+    checkpoint = _newest(run)
+    file = file_of(run / directory.CHECKPOINTS, checkpoint, 0)
     tree = format.read(file)
     loaded = load_task(config.task)
     model = loaded.model()
@@ -51,15 +51,15 @@ def export(
         raise RunError(f"export {folder}: {error.strerror or error}; nothing was written") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return mark.step, metrics
+    return checkpoint.step, metrics
 
 
-def _newest(run: Path) -> Mark:
+def _newest(run: Path) -> CheckpointId:
     """The newest complete checkpoint. Where the replicas have disks of their own, their files are not all here; what
     the log says was saved is complete then, and replica 0's file has all that they share."""
     folder = run / directory.CHECKPOINTS
     saved = log.last(run, "saved") or {"step": -1}
-    marks = [*complete(folder), *(m for m, rank, _ in present(folder) if rank == 0 and m.step <= saved["step"])]
-    if not marks:
+    found = [*complete(folder), *(m for m, rank, _ in present(folder) if rank == 0 and m.step <= saved["step"])]
+    if not found:
         raise CheckpointError(f"{run}: no complete checkpoint to export; train on with --resume {run}")
-    return max(marks)
+    return max(found)

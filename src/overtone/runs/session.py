@@ -17,8 +17,8 @@ from overtone.errors import CheckpointError, ConfigError, GaveUpError, MismatchE
 from overtone.replica import Replica
 from overtone.runs import average, directory, log, optimizers, records, toml, trackers
 from overtone.runs.checkpoint import format
-from overtone.runs.checkpoint.index import Mark, file_of, newest_common
-from overtone.runs.checkpoint.writer import Saver
+from overtone.runs.checkpoint.index import CheckpointId, file_of, newest_common
+from overtone.runs.checkpoint.writer import CheckpointWriter
 from overtone.runs.config import Run
 from overtone.runs.coordination import Asked, Pulse, Upkeep
 from overtone.runs.live import View
@@ -71,13 +71,13 @@ class Session:
         self.lock = self.upkeep.all_or_none(lambda: self._claim(resume))
         model, inner = self.upkeep.all_or_none(self._build)
         self.replica = Replica(model, inner, self.method, self.transport)
-        self.saver = Saver(
+        self.saver = CheckpointWriter(
             self.folder / directory.CHECKPOINTS,
             self.rank,
             self.size,
             keep=config.saving.keep_checkpoints,
-            tell=self.upkeep.tell,
-            told=lambda mark: self._write("saved", step=mark.step),
+            all_gather=self.upkeep.tell,
+            on_complete=lambda mark: self._write("saved", step=mark.step),
         )
         training = config.training
         self.accounts = Accounts(training.samples * self.task.units() * self.size)
@@ -125,7 +125,7 @@ class Session:
             rng.seed_all(rng.seed_of(self.config.seed + self.replica.steps, self.rank))
         self.finished = None  # if it was, there is more to do now
         if resume:
-            self.saver.forget_after(self.mark)
+            self.saver.delete_after(self.mark)
             before = self.mark.replicas if self.mark is not None else self.size
             self._say_start("resume", from_replicas=before, folded=folded)
         else:
@@ -150,11 +150,11 @@ class Session:
             start = records.beginning(config, self.method, self.task, self.replica.model, hosts)
             self._write(event, folder=str(self.folder), **start, **values)
 
-    def _go_on(self) -> Mark | None:
+    def _go_on(self) -> CheckpointId | None:
         """Everything from the newest checkpoint that all can go on from, or nothing at all; which one that was."""
         saved = self.upkeep.all_or_none(lambda: self._last("saved"))
         ever = self.upkeep.tell(saved is not None)[0]
-        mark = newest_common(self.saver.folder, self.rank, self.size, ever=ever, tell=self.upkeep.tell)
+        mark = newest_common(self.saver.folder, self.rank, self.size, ever=ever, all_gather=self.upkeep.tell)
         if mark is not None:
             self.upkeep.all_or_none(lambda: self._restore(mark))
         return mark
@@ -203,7 +203,7 @@ class Session:
             if why or step.count % saving.checkpoint_every == 0:
                 self._save()
             if why:
-                self.saver.settle()
+                self.saver.wait()
                 self._write("stop", why=why, folder=str(self.folder))
                 raise Stopped(why)
 
@@ -272,7 +272,7 @@ class Session:
     def _close(self) -> dict[str, Any]:
         found = self._evaluated()
         with self.accounts.during("checkpoints"):
-            self.saver.settle()
+            self.saver.wait()
         closing = {
             **found,
             **self._averaged(),
@@ -319,14 +319,14 @@ class Session:
             "accounts": self.accounts.state_dict(),
         }
 
-    def _restore(self, mark: Mark) -> None:
+    def _restore(self, mark: CheckpointId) -> None:
         folder = self.saver.folder
         files = [file_of(folder, mark, rank) for rank in range(mark.replicas)]
         own = files[self.rank % mark.replicas]
         if mark.replicas == self.size:
             tree = format.read(own)
         else:
-            tree = format.blend(files, consensus=self.method.consensus, rank=self.rank)
+            tree = format.fold(files, consensus=self.method.consensus, rank=self.rank)
         with format.reading(own, "list of what is fixed"):
             self._refuse_other(tree["fixed"])
         with format.reading(own, "model or optimiser"):
