@@ -22,7 +22,7 @@ from overtone.errors import ConfigError
 from overtone.methods import METHODS, takes
 from overtone.report import history
 from overtone.report.history import History
-from overtone.runs import coordination, directory, toml
+from overtone.runs import directory, stop_signals, toml
 from overtone.runs.config import Comparison, MethodChoice, Network, Run, Saving, Simulation
 from overtone.tasks import refuse_missing
 
@@ -142,7 +142,7 @@ def make(found: Sequence[Cell], *, workers: int, watch: Watch) -> dict[Path, Pro
     waiting = [cell for cell in found if states[cell.folder].state == "waiting"]
     running: list[_Running] = []
     try:
-        _interrupt_on(coordination.heeded())
+        _interrupt_on(stop_signals.heeded())
         while waiting or running:
             while waiting and len(running) < workers:
                 running.append(_Running(waiting.pop(0)))

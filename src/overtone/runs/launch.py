@@ -30,7 +30,7 @@ from overtone.common import machine_errors
 from overtone.errors import OvertoneError, RelayedError, ReplicaError, printable
 from overtone.runs import directory, toml
 from overtone.runs.config import Run
-from overtone.runs.coordination import STOPPING, heeded, listening
+from overtone.runs.stop_signals import STOPPING, heeded, listening
 from overtone.world.join import MEETING, connect, whole_number
 
 T = TypeVar("T")

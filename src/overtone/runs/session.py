@@ -20,9 +20,10 @@ from overtone.runs.checkpoint import format
 from overtone.runs.checkpoint.index import CheckpointId, file_of, newest_common
 from overtone.runs.checkpoint.writer import CheckpointWriter
 from overtone.runs.config import Run
-from overtone.runs.coordination import Asked, Pulse, Upkeep
+from overtone.runs.coordination import Coordinator, StopVote
 from overtone.runs.live import View
 from overtone.runs.loop import Own, Step, evaluate, local_steps, measure, prepare
+from overtone.runs.stop_signals import StopRequest
 from overtone.runs.timing import Accounts
 from overtone.sim import rng
 from overtone.tasks import Feed, Task, load_task
@@ -49,15 +50,15 @@ class Session:
     """Everything that one replica of a run holds."""
 
     @in_words()
-    def __init__(self, config: Run, transport: Solo | Torch, *, resume: bool, asked: Asked | None = None) -> None:
+    def __init__(self, config: Run, transport: Solo | Torch, *, resume: bool, asked: StopRequest | None = None) -> None:
         begun = time.perf_counter()
-        self.asked = asked or Asked()
+        self.asked = asked or StopRequest()
         self.config = config = config.resolved()
         self.method = config.choice.build()
         self.transport = transport
         self.rank, self.size = self.transport.rank, self.transport.size
-        self.upkeep = Upkeep(self.transport)
-        self.task, self.feed = self.upkeep.all_or_none(self._load)
+        self.coordinator = Coordinator(self.transport)
+        self.task, self.feed = self.coordinator.all_succeed(self._load)
         self.data = self.task.about()
         # What a resumed run must have in common with itself, besides model and method, which the replica compares.
         self.fixed = {
@@ -66,17 +67,17 @@ class Session:
             "training samples": len(self.task.train),
         }
         self._agree()
-        name = self.upkeep.tell(directory.fresh(self.method.name).name)[0]
+        name = self.coordinator.all_gather(directory.fresh(self.method.name).name)[0]
         self.folder = config.out or directory.elected(name)
-        self.lock = self.upkeep.all_or_none(lambda: self._claim(resume))
-        model, inner = self.upkeep.all_or_none(self._build)
+        self.lock = self.coordinator.all_succeed(lambda: self._claim(resume))
+        model, inner = self.coordinator.all_succeed(self._build)
         self.replica = Replica(model, inner, self.method, self.transport)
         self.saver = CheckpointWriter(
             self.folder / directory.CHECKPOINTS,
             self.rank,
             self.size,
             keep=config.saving.keep_checkpoints,
-            all_gather=self.upkeep.tell,
+            all_gather=self.coordinator.all_gather,
             on_complete=lambda mark: self._write("saved", step=mark.step),
         )
         training = config.training
@@ -104,13 +105,13 @@ class Session:
     def _claim(self, resume: bool) -> IO[str]:
         if not resume:
             directory.refuse_used(self.folder)
-        return directory.claim(self.folder, self.upkeep.world.hex())
+        return directory.claim(self.folder, self.coordinator.world.hex())
 
     def _agree(self) -> None:
         """What the replicas' own greeting does not cover, such as the batch, must be equal everywhere too. So must the
         data: shards are dealt from one deck."""
         mine = {**toml.flat(self.config, leave_out=PRIVATE), **self.fixed}
-        for rank, theirs in enumerate(self.upkeep.tell(mine)):
+        for rank, theirs in enumerate(self.coordinator.all_gather(mine)):
             if key := _difference(mine, theirs):
                 raise MismatchError(
                     f"replicas do not match: {key} is {mine.get(key)} on rank {self.rank} and {theirs.get(key)} on "
@@ -119,7 +120,7 @@ class Session:
 
     def _begin(self, resume: bool) -> None:
         """Everything fits: from here on the run's directory is written to."""
-        self.upkeep.all_or_none(self._open)
+        self.coordinator.all_succeed(self._open)
         folded = self.mark is not None and self.mark.replicas != self.size
         if folded:  # dice of another rank would fall alike on two of them
             rng.seed_all(rng.seed_of(self.config.seed + self.replica.steps, self.rank))
@@ -144,7 +145,7 @@ class Session:
             self.log.write(event, self.replica.steps if step is None else step, **values)
 
     def _say_start(self, event: str, **values: Any) -> None:
-        hosts = self.upkeep.tell(log.this_host(self.replica.device))
+        hosts = self.coordinator.all_gather(log.this_host(self.replica.device))
         if self.log is not None:  # the environment takes a moment to find out
             config = replace(self.config, replicas=self.size)
             start = records.beginning(config, self.method, self.task, self.replica.model, hosts)
@@ -152,11 +153,11 @@ class Session:
 
     def _go_on(self) -> CheckpointId | None:
         """Everything from the newest checkpoint that all can go on from, or nothing at all; which one that was."""
-        saved = self.upkeep.all_or_none(lambda: self._last("saved"))
-        ever = self.upkeep.tell(saved is not None)[0]
-        mark = newest_common(self.saver.folder, self.rank, self.size, ever=ever, all_gather=self.upkeep.tell)
+        saved = self.coordinator.all_succeed(lambda: self._last("saved"))
+        ever = self.coordinator.all_gather(saved is not None)[0]
+        mark = newest_common(self.saver.folder, self.rank, self.size, ever=ever, all_gather=self.coordinator.all_gather)
         if mark is not None:
-            self.upkeep.all_or_none(lambda: self._restore(mark))
+            self.coordinator.all_succeed(lambda: self._restore(mark))
         return mark
 
     def _last(self, event: str) -> dict[str, Any] | None:
@@ -177,7 +178,7 @@ class Session:
         try:
             if self._is_done:
                 return self._told_again()
-            pulse = Pulse(self.upkeep, self.replica.steps, self.asked)
+            pulse = StopVote(self.coordinator, self.replica.steps, self.asked)
             self._train(pulse)
             return self._finish(pulse)
         except GaveUpError as error:
@@ -188,7 +189,7 @@ class Session:
                 self.log.close()
             self.lock.close()
 
-    def _train(self, pulse: Pulse) -> None:
+    def _train(self, pulse: StopVote) -> None:
         training, saving, feeds = self.config.training, self.config.saving, {self.rank: self.feed}
         assert saving.eval_every is not None
         assert saving.checkpoint_every is not None
@@ -239,7 +240,7 @@ class Session:
         with self.accounts.during("evaluation"):
             with self.replica.anchor() as model:
                 sums, count = measure(self.task, model, self.task.valid, mine, max(64, self.config.training.batch))
-            heard = self.upkeep.tell([sums, count])
+            heard = self.coordinator.all_gather([sums, count])
         parts = heard if self.method.consensus else heard[:1]
         names = dict.fromkeys(name for part, _ in parts for name in part)
         total = sum(count for _, count in parts)
@@ -257,11 +258,11 @@ class Session:
         with self.accounts.during("evaluation"):
             with self.transport.ledger.during("upkeep"):
                 mean = average.mean_of(self.transport.sum(average.share_of(self.replica.model, self.size)))
-            drift = max(self.upkeep.tell(average.drift_of(self.replica.model, mean)))
+            drift = max(self.coordinator.all_gather(average.drift_of(self.replica.model, mean)))
             return {"metrics_average": evaluate(self.task, average.with_values(self.replica.model, mean)),
                     "drift": drift}  # fmt: skip
 
-    def _finish(self, pulse: Pulse) -> dict[str, Any]:
+    def _finish(self, pulse: StopVote) -> dict[str, Any]:
         last = self.replica.finish()
         pulse.close()
         self.accounts.rounds(last)
@@ -292,11 +293,11 @@ class Session:
         closing = self._last("finish")
         if closing is not None and not closing.keys() >= TOLD_AGAIN:
             closing = None  # not as this version writes it
-        if self.upkeep.tell(closing is not None)[0]:
+        if self.coordinator.all_gather(closing is not None)[0]:
             if closing is not None:
                 View(Console(stderr=True)).write(closing)
             return closing or {}
-        self.upkeep.all_or_none(self._open)
+        self.coordinator.all_succeed(self._open)
         assert self.mark is not None
         self.saver.prune(self.mark)
         return self._close()
