@@ -90,11 +90,11 @@ def one_line(said: str) -> str:
 
 CHAINS = {
     "before there is a checkpoint": [
-        before("runs.session:Session._agree", fresh=True),
+        before("runs.open_run:_refuse_differences", fresh=True),
         after("runs.directory:claim", rank=0, fresh=True),
         before("transport:Torch.broadcast", rank=1, fresh=True),
         after("exchange.agreement:compare_initial_weights", fresh=True),
-        after("runs.session:Session._say_start", fresh=True),
+        after("runs.session:Session._write_first_event", fresh=True),
         after("tasks.sharding:Dealt.next", rank=1, count=2, fresh=True),
         before("runs.checkpoint.format:write", match="*step-00000003/*", fresh=True),
         Moment(SAVE_FILE, "half", rank=1, until=(file(3, 0),), fresh=True),
@@ -112,9 +112,9 @@ CHAINS = {
         after("exchange.inner_step:InnerStep.take", rank=1, count=2),
         after("tasks.sharding:Dealt.next", rank=1, count=5, until=saved(6)),
         Moment("overtone.runs.log:RunLog.write", "torn", count=4),
-        before("runs.session:measure", rank=1, step=10, until=saved(9)),
-        after("runs.session:measure", step=10),
-        after("runs.session:Session._evaluated", rank=1, step=15, until=saved(12)),
+        before("runs.evaluate:measure", rank=1, step=10, until=saved(9)),
+        after("runs.evaluate:measure", step=10),
+        after("runs.evaluate:RankEvaluator.evaluate", rank=1, step=15, until=saved(12)),
     ],
     "inside a round": [
         before("replica:Replica._propose", step=4, until=saved(3)),
@@ -157,8 +157,8 @@ CHAINS = {
         before("runs.session:Session._save", rank=0, step=24),
         Moment(SAVE_FILE, "half", rank=0, until=(file(24, 1),)),
         before("runs.checkpoint.format:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
-        before("runs.session:Session._evaluated", rank=1, step=24, until=saved(24)),
-        after("runs.session:Session._evaluated", rank=0, step=24),
+        before("runs.evaluate:RankEvaluator.evaluate", rank=1, step=24, until=saved(24)),
+        after("runs.evaluate:RankEvaluator.evaluate", rank=0, step=24),
     ],
 }  # fmt: skip
 
@@ -231,7 +231,7 @@ MOMENTS = [
     after("replica:Replica._verify", rank=0, step=8, until=saved(6)),
     Moment(SAVE_FILE, "half", rank=1, until=(file(9, 0),)),
     after("coding.layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
-    before("runs.session:measure", rank=0, step=20, until=saved(18)),
+    before("runs.evaluate:measure", rank=0, step=20, until=saved(18)),
     before("runs.checkpoint.format:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
 ]
 
@@ -322,7 +322,7 @@ def test_killed_in_the_middle_of_the_very_first_line_of_the_log(trial: Trial, un
 
 def test_killed_before_the_configuration_is_written(trial: Trial, unbroken: Trial) -> None:
     """The log is there and empty. One of the two ways to start must be open."""
-    trial.stopped_at(before("runs.session:Session._say_start", rank=1, until=(runlog.NAME,)))
+    trial.stopped_at(before("runs.session:Session._write_first_event", rank=1, until=(runlog.NAME,)))
     tries = [trial.go(resume=resume) for resume in (False, True)]
     assert 0 in [ended.status for ended in tries], tries
     assert_same(trial, unbroken)
@@ -360,7 +360,7 @@ def test_asked_to_stop_it_saves_first(trial: Trial, unbroken: Trial) -> None:
     loss = "tasks.text.task:LanguageTask.loss"
     for moment, first, name in (
         (before(loss, rank=1, step=1, does="interrupt launcher"), 2, "SIGINT"),
-        (after("runs.session:measure", step=10, does="terminate launcher"), 10, "SIGTERM"),
+        (after("runs.evaluate:measure", step=10, does="terminate launcher"), 10, "SIGTERM"),
         (after("replica:Replica._propose", rank=1, step=16, does="terminate launcher"), 16, "SIGTERM"),
     ):
         ended = attentive.stopped_at(moment)

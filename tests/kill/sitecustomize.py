@@ -74,7 +74,7 @@ def _wrapped(function: Any, moment: dict[str, Any]) -> Any:
             return function(*args, **kwargs)
         if moment["edge"] == "torn":  # half of a line of the run log
             log, event, *_ = args
-            log._file.write(json.dumps({"event": event, "step": step, "time": 0.0})[:-9])
+            log._file.write(json.dumps(event)[:40])
             log._file.flush()
             act(moment)
         found = function(*args, **kwargs)
@@ -125,10 +125,10 @@ def wait_for(condition: Any, what: str, seconds: float = 60.0) -> None:
 
 
 class _OnceLoaded(importlib.abc.MetaPathFinder):
-    """Arms as soon as overtone.session, and with it all the rest, has been imported."""
+    """Arms as soon as overtone.runs.open_run, and with it all the rest, has been imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        if name != "overtone.runs.session":
+        if name != "overtone.runs.open_run":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -207,11 +207,11 @@ def _progress(found: History | None, state: str, words: str = "") -> Progress:
     """From the end of a cell's log."""
     if found is None:
         return Progress(state, words=words)
-    trained = found.all("train")
+    trained = found.trained
     loss = found.loss() if found.finish else trained[-1]["loss"] if trained else None
-    latest = found.finish or (trained[-1] if trained else {})
-    words = words or "; ".join(found.marks)
-    return Progress(state, found.steps_done, loss, latest.get("bytes_sent", 0), words)
+    latest = found.finish or (trained[-1] if trained else None)
+    words = words or "; ".join(found.caveats)
+    return Progress(state, found.steps_done, loss, latest["bytes_sent"] if latest else 0, words)
 
 
 class _Running:

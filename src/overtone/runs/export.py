@@ -1,4 +1,4 @@
-"""A run's model for others: the weights that all replicas share, in the form that their libraries load."""
+"""Exports the model that the replicas of a run share, in a form that other libraries load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overtone.runs import directory, log, optimizers, toml
 from overtone.runs.checkpoint import format
 from overtone.runs.checkpoint.index import CheckpointId, complete, file_of, present
 from overtone.runs.config import Run
-from overtone.runs.loop import evaluate
+from overtone.runs.evaluate import evaluate
 from overtone.tasks import load_task, refuse_untrusted
 from overtone.transport import Solo
 
@@ -20,8 +20,12 @@ from overtone.transport import Solo
 def export(
     run: Path, folder: Path, *, task: str | None = None, trust_task: bool = False
 ) -> tuple[int, dict[str, float]]:
-    """The newest complete checkpoint's shared model into ``folder``; its step, and its validation metrics. A task that
-    is a Python file must be named in ``task``, or trusted as the run's configuration names it."""
+    """Write the shared model of the newest complete checkpoint into ``folder``. Return its step and its validation
+    metrics.
+
+    If the run's task is a Python file, the user must name the file in ``task``, or allow with ``trust_task`` that the
+    file named in the run's configuration is executed.
+    """
     directory.refuse_unused(run, "export")
     if folder.exists():
         raise UnfitRunError(f"export {folder}: exists already; give a new folder")
@@ -55,8 +59,11 @@ def export(
 
 
 def _newest(run: Path) -> CheckpointId:
-    """The newest complete checkpoint. Where the replicas have disks of their own, their files are not all here; what
-    the log says was saved is complete then, and replica 0's file has all that they share."""
+    """The newest complete checkpoint.
+
+    If the hosts have disks of their own, only some files are here. Then the log tells which checkpoints were complete,
+    and the file of replica 0 is enough: it holds everything that the replicas share.
+    """
     folder = run / directory.CHECKPOINTS
     saved = log.last(run, "saved") or {"step": -1}
     found = [*complete(folder), *(m for m, rank, _ in present(folder) if rank == 0 and m.step <= saved["step"])]
