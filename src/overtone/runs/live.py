@@ -18,7 +18,7 @@ SECONDS = 5.0  # between two lines where there is no terminal
 
 
 class View:
-    """A sink of the run log."""
+    """A sink of the run log that writes to a console."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
