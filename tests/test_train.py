@@ -528,6 +528,27 @@ def _start(config: Run, differ: dict[str, Any]) -> None:
     launch.one_replica(toml.updated(config, differ if rank else {}, "test"), resume=False)
 
 
+def _named_on_rank_1(config: Run, folder: Path) -> str:
+    from overtone.world.join import connect
+
+    transport = connect()
+    config = replace(config, out=folder if transport.rank else None)
+    return open_run(config, transport, resume=False).run()["anchor_fingerprint"]
+
+
+def test_a_directory_may_be_named_on_some_hosts_only(
+    small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts may have disks of their own. All ranks go through the same collectives all the same."""
+    monkeypatch.chdir(tmp_path)
+    found = worlds.run(_named_on_rank_1, small, tmp_path / "mine", size=2, folder=tmp_path)
+    assert "value" in found[0], found
+    assert found[0] == found[1]
+    (elected,) = (tmp_path / "runs").iterdir()
+    assert (elected / runlog.NAME).exists()
+    assert not (tmp_path / "mine" / runlog.NAME).exists()
+
+
 @pytest.mark.parametrize(
     ("differ", "told"),
     [

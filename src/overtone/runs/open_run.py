@@ -44,7 +44,7 @@ def open_run(config: Run, transport: Solo | Torch, *, resume: bool, stop: StopRe
     task, feed = coordinator.all_succeed(lambda: _load(config, transport))
     fixed = _fixed(config, task)
     _refuse_differences(config, fixed, coordinator)
-    folder = config.out or _common_folder(config, coordinator)
+    folder = _folder(config, coordinator)
     lock = coordinator.all_succeed(lambda: _claim(folder, coordinator, resume=resume))
     model, inner = coordinator.all_succeed(lambda: _build(config, task, transport.rank))
     replica = Replica(model, inner, config.choice.build(), transport)
@@ -87,10 +87,11 @@ def _refuse_differences(config: Run, fixed: Mapping[str, Any], coordinator: Coor
             )
 
 
-def _common_folder(config: Run, coordinator: Coordinator) -> Path:
-    """The directory that rank 0 chooses below runs/. A collective."""
-    name = directory.fresh(config.choice.method).name
-    return directory.elected(coordinator.all_gather(name)[0])
+def _folder(config: Run, coordinator: Coordinator) -> Path:
+    """The directory that the user named, or else the one that rank 0 chooses below runs/. A collective in either case:
+    the user may have named one on some hosts only."""
+    name = coordinator.all_gather(directory.fresh(config.choice.method).name)[0]
+    return config.out or directory.elected(name)
 
 
 def _claim(folder: Path, coordinator: Coordinator, *, resume: bool) -> IO[str]:

@@ -124,7 +124,7 @@ class Session:
             self.recorder.open(log.RunLog(self.folder, [*sinks, View(Console(stderr=True))]))
 
     def _write_first_event(self, *, resume: bool) -> None:
-        """ "start" or "resume". A collective."""
+        """Write "start" or "resume". A collective."""
         hosts = self.coordinator.all_gather(log.this_host(self.replica.device))
         if not self.recorder.is_open:  # the environment takes a moment to find out
             return
