@@ -5,6 +5,7 @@ PYTHONPATH=tests python tests/test_walk.py        # prints the walk
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -51,7 +52,7 @@ def walk() -> list[tuple[str, str]]:
 
 
 def changes(passed: list[tuple[str, str]]) -> int:
-    return sum(before != after for (before, _), (after, _) in zip(passed, passed[1:], strict=False))
+    return sum(before != after for (before, _), (after, _) in itertools.pairwise(passed))
 
 
 def test_a_round_can_be_followed(tmp_path: Path) -> None:
