@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("safetensors")
 
 import overtone
-from overtone.errors import RunLogError
+from overtone.errors import NotALogError, RunLogError
 from overtone.ledger import PHASES, Count
 from overtone.report import history, standings, table
 from overtone.runs import events, log
@@ -252,7 +252,7 @@ def test_a_run_whose_log_has_another_format_is_not_resumed(text: str, tmp_path: 
 def test_an_event_without_a_field_is_refused_in_words(change: Any, told: str, tmp_path: Path) -> None:
     line = opening()
     change(line)
-    with pytest.raises(RunLogError) as refused:
+    with pytest.raises(NotALogError) as refused:
         history.load(write(tmp_path / "run", line))
     assert f"run.jsonl: the event 'start' of step 0 {told}" in str(refused.value)
     assert "make the run again" in str(refused.value)

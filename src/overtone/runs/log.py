@@ -82,13 +82,13 @@ def read(path: Path) -> list[Event]:
     """The events of a run (its directory, or the file itself), as if it had never been interrupted.
 
     Lines that cannot be read are left out, with a `DamagedLogWarning`. A format that this version does not know, and an
-    event that lacks a field of its format, raise a `RunLogError`.
+    event that lacks a field of its format, raise a `RunLogError` (the latter a `NotALogError`).
     """
     file = path / NAME if path.is_dir() else path
     found = [record for record in _records(file) if record["event"] in EVENTS]
     for record in found:
         if key := missing(record):
-            raise RunLogError(
+            raise NotALogError(
                 f"{file}: the event {record['event']!r} of step {record['step']} has no {key}, which format "
                 f"{FORMAT} of the run log requires; make the run again"
             )
