@@ -141,19 +141,6 @@ def test_a_text_too_short(tmp_path: Path) -> None:
     assert "0 bytes; give a text" in done.stderr
 
 
-def test_flags_are_frozen() -> None:
-    """Scripts depend on them: renaming one must be a decision."""
-    flags = set(re.findall(r"(?<= )--[a-z-]+", overtone_cli("simulate", "--help").stdout))
-    assert flags == {
-        "--help", "--data", "--replicas", "--seed", "--json", "--method", "--every", "--keep", "--bits",
-        "--outer-lr", "--momentum", "--decay", "--carry", "--release", "--transform", "--drain", "--steps", "--batch",
-        "--accumulate", "--inner", "--inner-lr", "--schedule", "--warmup", "--clip", "--weight-decay", "--precision",
-        "--compile", "--no-compile", "--recompute", "--no-recompute", "--task", "--model", "--skew", "--valid-samples",
-        "--tokenizer", "--width", "--layers", "--heads", "--context", "--stem", "--side", "--flip", "--no-flip",
-        "--crop", "--bandwidth", "--latency", "--step-seconds", "--out", "--eval-every", "--log-every",
-    }  # fmt: skip
-
-
 def test_demo_shows_its_table(tmp_path: Path) -> None:
     done = overtone_cli("demo", "--steps", "20", "--out", str(tmp_path / "demo"))
     assert done.returncode == 0, done.stderr
