@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import overtone
-from overtone.cli import commands
+from overtone.cli.simulate import run_simulate
 from overtone.runs.config import MethodChoice, Simulation, Training
 from overtone.runs.directory import write_whole
 from overtone.tasks import Language, TaskOptions
@@ -44,7 +44,7 @@ def simulate(text: Path, tmp_path: Path, choice: MethodChoice, **options: Any) -
     task = TaskOptions(data=str(text), valid_samples=8, language=size)
     file = tmp_path / "result.json"
     training = Training(steps=12, batch=2)
-    commands.run(Simulation(choice=choice, task=task, training=training, json=file, **options))
+    run_simulate(Simulation(choice=choice, task=task, training=training, json=file, **options))
     result: dict[str, Any] = json.loads(file.read_text())
     return result
 
@@ -99,7 +99,7 @@ def test_time_follows_the_network(text: Path, tmp_path: Path) -> None:
     ("flags", "told"),
     [
         (["--method", "dilocoo"], "method 'dilocoo': unknown; there are alone, ddp"),
-        (["--method", "diloco", "--keep", "8"], "keep=8: diloco has no such number"),
+        (["--method", "diloco", "--keep", "8"], "keep=8: diloco has no such option"),
         (["--keep", "0"], "keep=0"),
         (["--every", "0"], "every=0"),
         (["--data", "no/such/file"], "data no/such/file: no such file or folder"),

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from overtone.bench.options import CodecBench
 from overtone.bench.reference import TRANSFORMS, Reference
 from overtone.codec import Block, TopK, check_payload, mean
 from overtone.coding.bits import Reader
@@ -28,7 +29,6 @@ from overtone.common.limits import refuse_beyond_memory
 from overtone.errors import ConfigError
 from overtone.exchange.work import Work
 from overtone.rules import Mean, Outer
-from overtone.runs.config import CodecBench
 
 Shapes = Sequence[tuple[int, ...]]
 CPU = torch.device("cpu")

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from overtone.bench.options import TrainBench
 from overtone.methods import ddp, decoupled
 from overtone.replica import Replica
 from overtone.runs import optimizers
-from overtone.runs.config import TrainBench, Training
+from overtone.runs.config import Training
 from overtone.runs.coordination import Upkeep
 from overtone.runs.loop import Own, local_steps
 from overtone.tasks import Task, load_task

@@ -49,10 +49,10 @@ class History:
         found = self.all("finish")
         return found[-1] if found else None
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.start["config"]
-        return found
+        """The configuration. Keys have their present names, also in the log of an earlier version."""
+        return toml.with_new_names(self.start["config"], str(self.path))
 
     @property
     def method(self) -> str:
