@@ -216,7 +216,7 @@ def test_bench_train(tmp_path: Path) -> None:
     [
         (["--keep", "0"], "keep=0"),
         (["--bits", "3"], "bits=3"),
-        (["--layers", "0"], "layers=0: its layers, from 1 to 4096"),
+        (["--layers", "0"], "layers=0: the layers of the transformer, from 1 to 4096"),
         (["--json", "nowhere/x.json"], "json nowhere/x.json: there is no directory"),
     ],
 )
