@@ -29,11 +29,11 @@ class Moons(Task):
 
 
 def moons(count: int, seed: int) -> tuple[Tensor, Tensor]:  # (count, 2) and (count,)
-    dice = torch.Generator().manual_seed(seed)  # every replica makes the same points; overtone deals them out
-    angle, label = torch.rand(count, generator=dice) * torch.pi, torch.arange(count) % 2
+    generator = torch.Generator().manual_seed(seed)  # the same points on every replica; overtone divides them
+    angle, label = torch.rand(count, generator=generator) * torch.pi, torch.arange(count) % 2
     moon = torch.stack([angle.cos(), angle.sin()], dim=1)
     points = torch.where(label[:, None] == 0, moon, torch.tensor([1.0, 0.5]) - moon)
-    return points + 0.1 * torch.randn(count, 2, generator=dice), label
+    return points + 0.1 * torch.randn(count, 2, generator=generator), label
 
 
 def task(options: TaskOptions) -> Task:

@@ -135,8 +135,8 @@ def test_narrow_weights(method: Method, dtype: torch.dtype) -> None:
     assert a["weight"].dtype == dtype
     if method.consensus:
         assert largest_difference(a, b) == 0.0
-    if "anchor" in cluster.replicas[0].state:
-        assert cluster.replicas[0].state["anchor"].dtype == torch.float32
+    if "anchor" in cluster.replicas[0].state.tensors:
+        assert cluster.replicas[0].state.tensors["anchor"].dtype == torch.float32
 
 
 def test_resting_bf16_weights_have_no_drift() -> None:
@@ -144,15 +144,15 @@ def test_resting_bf16_weights_have_no_drift() -> None:
     model = nn.Linear(70, 70).to(torch.bfloat16)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     replica = Replica(model, inner, overtone.diloco(every=1), Solo())
-    replica.state["anchor"] += 1e-5
-    replica.show(replica.state["anchor"])
-    before = replica.state["anchor"].clone()
+    replica.state.tensors["anchor"] += 1e-5
+    replica.exchanger.show(replica.state.tensors["anchor"])
+    before = replica.state.tensors["anchor"].clone()
     for _ in range(3):
         model.weight.grad = torch.ones_like(model.weight)
         record = replica.step()
         assert record is not None
         assert record.drift_norm == 0.0
-    assert torch.equal(replica.state["anchor"], before)
+    assert torch.equal(replica.state.tensors["anchor"], before)
 
 
 @speaking_method
@@ -209,7 +209,7 @@ def test_unused_parameters_stay_unused(method: Method) -> None:
     cluster = run_cluster(method, replicas=2, steps=4)
     for replica in cluster.replicas:
         assert torch.equal(replica.model.unused, torch.ones(3, 2))
-        if not replica.signal.inner_first:
+        if not replica.exchanger.signal.inner_first:
             assert replica.model.unused.grad is None
 
 
@@ -363,7 +363,7 @@ def test_a_round_is_recorded(method: Method) -> None:
         assert record.drift_norm > 0
         assert record.seconds_encoding > 0
         assert record.seconds_decoding > 0
-        if "anchor" in cluster.replicas[rank].state:
+        if "anchor" in cluster.replicas[rank].state.tensors:
             assert record.anchor_fingerprint == cluster.replicas[rank].fingerprint
         else:  # of the weights that all began the round with
             assert record.anchor_fingerprint != cluster.replicas[rank].fingerprint
@@ -437,4 +437,4 @@ def test_deep_copies_of_state_are_independent() -> None:
     saved = copy.deepcopy(replica.state_dict())
     backward(replica, next(batches(0)))
     replica.step()
-    assert not torch.equal(saved["state"]["anchor"], replica.state["anchor"])
+    assert not torch.equal(saved["state"]["anchor"], replica.state.tensors["anchor"])

@@ -155,7 +155,7 @@ ODD = [
     line("simulate --batch 1000000 --data TEXT", "fewer than one batch of 1000000"),
     line("simulate --task image --side 100000", "side=100000: pixels of an image's side, from 1 to 16384"),
     line("simulate --task image --side 16000", "this machine has"),
-    line("simulate --task image --crop 9", "crop=9: less than the images' side"),
+    line("simulate --task image --crop 9", "crop=9: must be less than the images' side"),
     line("simulate --task imag", "task 'imag': unknown; there are language, image"),
     line("simulate --task no/such.py", "task no/such.py: no such file"),
     line("simulate --model gpt2-1n", "gpt2-1m"),

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 import worlds
 from overtone.errors import OvertoneError, PeerError, RunError
-from overtone.exchange import patterns
+from overtone.exchange.consensus import gather_sealed
 from overtone.exchange.message import HEADER_BYTES, Kind, Seal
-from overtone.exchange.steps import hold
-from overtone.ledger import Ledger
+from overtone.ledger import Count, Ledger
 from overtone.runs import coordination, directory
 from overtone.runs.coordination import Asked, Pulse, Upkeep
-from overtone.transport import Begun, Torch
+from overtone.transport import run_exchange
+from overtone.world.process_group import Begun, Torch
 
 LIAR = 1
 KEY = "everybody's"
@@ -30,8 +30,8 @@ class Tampered(Torch):
 
     spoil: Spoil | None = None
 
-    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
-        heard = super().gather(message, most=most)
+    def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
+        heard = super().gather(message, most=most, count=count)
         if self.spoil is not None and most is not None and heard[LIAR][5] & 0x7F == Kind.CONTROL:
             heard[LIAR], self.spoil = self.spoil(heard[LIAR]), None
         return heard
@@ -102,9 +102,9 @@ def bad_words() -> dict[str, str]:
     for name, body in {"deep": b"[" * 200_000, "no text": b"\xff\xfe", "not JSON": b"stop!"}.items():
         mine = Upkeep(Torch())
         said = body if rank == LIAR else b"1"
-        talk = patterns.tell("word", mine.header(1), said, range(2), mine.seal, coordination._value)
+        talk = gather_sealed("word", mine.header(1), said, range(2), mine.seal, coordination._value)
         try:
-            found[name] = str(hold(talk, mine.transport))
+            found[name] = str(run_exchange(talk, mine.transport))
         except OvertoneError as error:
             found[name] = str(error)
         dist.barrier()
@@ -153,7 +153,7 @@ class Slow:
     def __init__(self, asked: Asked) -> None:
         coordination.SECONDS = 0.0
         self.mine = Upkeep(Torch())
-        self.mine.transport.ledger.phase = "rounds"
+        self.mine.phase = "upkeep"
         self.pulse = Pulse(self.mine, 0, asked)
 
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import overtone
 from overtone import Cluster, Replica, Solo
+from overtone.coding.layout import part_of
 from overtone.errors import MethodError, MismatchError, ModelError, PeerError, StateError
-from overtone.exchange.steps import hold
+from overtone.ledger import Count
+from overtone.transport import run_exchange
 from scenario import CONSENSUS, METHODS, backward, batches, build, largest_difference, run_cluster, weights
 
 
@@ -39,7 +41,7 @@ def test_a_damaged_anchor_is_found_in_the_very_next_message() -> None:
                 backward(replica, next(streams[replica.transport.rank]))
             if index == 0:
                 cluster.step()
-                cluster.replicas[1].anchor_tensors()[0].view(-1)[5] += 1e-4
+                cluster.replicas[1].exchanger.anchor_tensors()[0].view(-1)[5] += 1e-4
         with pytest.raises(MismatchError, match=r"round 1: the anchors .* on ranks 0, 2; .* on rank 1"):
             cluster.step()
 
@@ -49,7 +51,7 @@ def test_damage_after_the_last_round_is_found_by_finish() -> None:
     for replica in cluster.turns():
         backward(replica, next(batches(replica.transport.rank)))
     cluster.step()
-    cluster.replicas[1].state["anchor"][3] += 1e-3
+    cluster.replicas[1].state.tensors["anchor"][3] += 1e-3
     with pytest.raises(MismatchError, match="anchors"):
         cluster.finish()
 
@@ -66,16 +68,13 @@ class Flaky(Solo):
         if self.left == 0:
             raise PeerError("the exchange broke off")
 
-    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
+    def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
         self._count()
-        return super().gather(message, most=most)
+        return super().gather(message, most=most, count=count)
 
-    def sum(self, buffer: Tensor) -> Tensor:
+    def sum(self, buffer: Tensor, *, count: Count) -> Tensor:
         self._count()
-        return super().sum(buffer)
-
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        super().broadcast(tensors)
+        return super().sum(buffer, count=count)
 
 
 @pytest.mark.parametrize("name", ["decoupled", "diloco", "local_sgd"])
@@ -100,8 +99,10 @@ def test_a_round_that_broke_off_is_made_up_for(name: str) -> None:
     assert (
         largest_difference(weights(broken), model.state_dict()) < 2e-3
     )  # AdamW amplifies rounding; a lost round is 0.01
-    carried = broken.state["anchor"] - broken.state.get("residual", torch.zeros(()))
-    start = broken.layout.read(broken.signal.state(), torch.zeros_like(broken.state["anchor"]))
+    carried = broken.state.tensors["anchor"] - broken.state.tensors.get("residual", torch.zeros(()))
+    start = broken.exchanger.layout.read(
+        broken.exchanger.signal.state(), torch.zeros_like(broken.state.tensors["anchor"])
+    )
     assert float((carried - start).abs().max()) < 1e-5
 
 
@@ -275,10 +276,10 @@ def test_a_world_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from overtone.exchange import agreement
+    from overtone.exchange import description
 
     def make(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        monkeypatch.setattr(agreement, "__version__", f"0.{rank}")
+        monkeypatch.setattr(description, "__version__", f"0.{rank}")
         return build(rank)
 
     with pytest.raises(MismatchError, match=r"overtone: 0\.0 on rank 0; 0\.1 on rank 1"):
@@ -320,29 +321,29 @@ def test_a_finished_replica_can_go_on() -> None:
 
 
 def test_different_policies_for_buffers_are_refused() -> None:
-    from overtone.exchange import agreement
     from overtone.exchange.buffers import Buffers
+    from overtone.exchange.description import compare_descriptions, describe
 
     model, _ = build(0)
     said = {}
     for rank, policy in enumerate(("shared", "private")):
-        about = agreement.introduction(overtone.ddp(), {}, Buffers(model, policy), "raise")
+        about = describe(overtone.ddp(), {}, Buffers(model, policy), "raise")
         said[rank] = json.dumps(about).encode()
     with pytest.raises(MismatchError, match=r"buffer mask: 2 float32 on rank 0; 2 float32, private on rank 1"):
-        agreement.compare_introductions(said)
+        compare_descriptions(said)
 
 
 def test_initial_weights_that_did_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broadcast that one rank missed: refused before the first step, naming the rank."""
-    from overtone.sim.cluster import Seat
+    from overtone.sim.cluster import SimTransport
 
-    arrive = Seat.broadcast
+    arrive = SimTransport.broadcast
 
-    def miss(seat: Seat, tensors: Sequence[Tensor]) -> None:
-        if seat.rank != 2:
-            arrive(seat, tensors)
+    def miss(transport: SimTransport, tensors: Sequence[Tensor], *, count: Count) -> None:
+        if transport.rank != 2:
+            arrive(transport, tensors, count=count)
 
-    monkeypatch.setattr(Seat, "broadcast", miss)
+    monkeypatch.setattr(SimTransport, "broadcast", miss)
     with pytest.raises(MismatchError, match=r"the initial weights differ: .* on ranks 0, 1; .* on rank 2"):
         Cluster(build, overtone.decoupled(), replicas=3)
 
@@ -356,15 +357,15 @@ def test_a_residual_that_overflows_is_told_by_name() -> None:
     backward(replica, next(batches(0)))
     replica.step()
     sound = copy.deepcopy(replica.state_dict())
-    for slab in replica.layout.slabs:
+    for slab in replica.exchanger.layout.slabs:
         for chunk in range(slab.chunks):
             if not slab.plain and slab.tensor_of(chunk, 0) == place:
-                slab.of(replica.state["residual"])[chunk, 5] = math.inf
+                part_of(replica.state.tensors["residual"], slab)[chunk, 5] = math.inf
     backward(replica, next(batches(0)))
     own, anchor = weights(replica), replica.fingerprint
     for _ in range(2):
         with pytest.raises(PeerError, match=f"rank 0 could not take part: the residual of parameter {name} is not fin"):
-            hold(replica.rounding(), replica.transport)
+            run_exchange(replica.rounding(), replica.transport)
         assert replica.fingerprint == anchor
         assert all(torch.equal(tensor, own[key]) for key, tensor in weights(replica).items())
     replica.load_state_dict(sound)
@@ -403,5 +404,5 @@ def test_leaving_out_needs_something_to_owe() -> None:
     with pytest.raises(MethodError, match="refused='shrug': choose one of 'raise', 'leave out'"):
         Replica(*build(0), overtone.decoupled(), Solo(), refused="shrug")
     everything = replace(overtone.decoupled(), codec=overtone.codec.TopK(keep=4096, bits=32))
-    assert "residual" not in Replica(*build(0), everything, Solo()).state
-    assert "residual" in Replica(*build(0), everything, Solo(), refused="leave out").state
+    assert "residual" not in Replica(*build(0), everything, Solo()).state.tensors
+    assert "residual" in Replica(*build(0), everything, Solo(), refused="leave out").state.tensors

@@ -16,7 +16,7 @@ fragments = pytest.importorskip("pyarrow.dataset").ParquetFileFormat()  # of whi
 
 def held(file: io.IOBase) -> bool:
     number = id(file)  # a closure over the file itself would be a Python object that refers to it
-    return number in map(id, exit_guard.orphans())
+    return number in map(id, exit_guard.orphaned_files())
 
 
 def test_a_closed_file_that_only_native_code_holds_is_an_orphan(tmp_path: Path) -> None:
@@ -60,18 +60,18 @@ def test_the_end_waits_until_they_are_gone(tmp_path: Path) -> None:
         looked.wait()
         native.clear()
 
-    def left() -> list[io.IOBase]:
-        found = [each for each in exit_guard.orphans() if each is seen()]
+    def remaining() -> list[io.IOBase]:
+        found = [each for each in exit_guard.orphaned_files() if each is seen()]
         looked.set()
         return found
 
     thread = threading.Thread(target=let_go)
     thread.start()
-    assert exit_guard.settle(left)
+    assert exit_guard.wait(remaining)
     assert looked.is_set()
     assert seen() is None
     thread.join()
 
 
 def test_the_end_does_not_wait_for_ever() -> None:
-    assert not exit_guard.settle(lambda: ["a file"], patience=0.02)
+    assert not exit_guard.wait(lambda: ["a file"], patience=0.02)

@@ -181,7 +181,7 @@ def test_error_feedback_alone_is_sparse_loco() -> None:
 def test_tied_weights_are_sent_once() -> None:
     model = Awkward()
     replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), overtone.decoupled(), Solo())
-    assert replica.layout.size == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert replica.exchanger.layout.size == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert "tied.weight" not in replica.parameters.all
 
 
@@ -189,7 +189,7 @@ def test_carry_keeps_the_unsent_drift_in_the_weights() -> None:
     """With carry 1, decay 1 and one replica, weight = anchor − residual: no local progress is thrown away."""
     cluster = run_cluster(overtone.decoupled(every=3, keep=20, drain=0), replicas=1, steps=6)
     replica = cluster.replicas[0]
-    assert float(replica.state["residual"].norm()) == 0.0  # finish() ended on the anchor
+    assert float(replica.state.tensors["residual"].norm()) == 0.0  # finish() ended on the anchor
     cluster = Cluster(build, overtone.decoupled(every=3, keep=20), replicas=2)
     streams = [batches(rank) for rank in range(2)]
     for _ in range(6):
@@ -197,10 +197,12 @@ def test_carry_keeps_the_unsent_drift_in_the_weights() -> None:
             backward(replica, next(streams[replica.transport.rank]))
         cluster.step()
     for replica in cluster.replicas:
-        mine = replica.layout.read(replica.parameters.tensors, torch.zeros_like(replica.state["anchor"]))
-        expected = replica.state["anchor"] - replica.state["residual"]
+        mine = replica.exchanger.layout.read(
+            replica.parameters.tensors, torch.zeros_like(replica.state.tensors["anchor"])
+        )
+        expected = replica.state.tensors["anchor"] - replica.state.tensors["residual"]
         assert torch.allclose(mine, expected, atol=1e-5)
-        assert float(replica.state["residual"].norm()) > 0.0
+        assert float(replica.state.tensors["residual"].norm()) > 0.0
 
 
 # -- gradients that are zero, and gradients that are not there ---------------------------------------------------------

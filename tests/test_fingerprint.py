@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from overtone.coding.fingerprint import _weights, of_tensor
+from overtone.coding.fingerprint import _weights, of_tensors
 from overtone.coding.kernels import in_numba, in_torch
 
 
@@ -11,25 +11,29 @@ from overtone.coding.kernels import in_numba, in_torch
 @pytest.mark.parametrize("size", [1, 7, 1023, 2047, 2048, 5000])
 def test_every_single_change_shows(dtype: torch.dtype, size: int) -> None:
     values = (torch.arange(size) % 2).to(dtype)
-    seen = of_tensor(values)
+    seen = of_one(values)
     for place in {0, 1, size // 2, size - 1} & set(range(size)):
         changed = values.clone()
         changed[place] = 1 - changed[place].int()
-        assert of_tensor(changed) != seen
-    assert of_tensor(torch.cat([values, values[:1] * 0])) != seen  # a zero more is another tensor
+        assert of_one(changed) != seen
+    assert of_one(torch.cat([values, values[:1] * 0])) != seen  # a zero more is another tensor
+
+
+def of_one(tensor: torch.Tensor) -> bytes:
+    return of_tensors([tensor])
 
 
 def test_signs_that_flip_do_not_cancel() -> None:
     values = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    seen, dice = of_tensor(values), torch.Generator().manual_seed(1)
+    seen, dice = of_one(values), torch.Generator().manual_seed(1)
     for count in (2, 2, 2, 4, 40):
         for parity in (0, 1):
             places = 2 * torch.randperm(2500, generator=dice)[:count] + parity
             flipped = values.clone()
             flipped[places] *= -1
-            assert of_tensor(flipped) != seen
+            assert of_one(flipped) != seen
             flipped[places] *= -4
-            assert of_tensor(flipped) != seen
+            assert of_one(flipped) != seen
 
 
 @pytest.mark.parametrize("size", [2048, 1024])
@@ -37,10 +41,10 @@ def test_rows_that_change_places_show(size: int) -> None:
     eye = torch.eye(size)
     swapped = eye.clone()
     swapped[[0, 2]] = eye[[2, 0]]
-    assert of_tensor(swapped) != of_tensor(eye)
+    assert of_one(swapped) != of_one(eye)
     checkerboard = eye.clone()
     checkerboard[10, 20], checkerboard[10, 24], checkerboard[30, 20], checkerboard[30, 24] = 1.0, -1.0, -1.0, 1.0
-    assert of_tensor(checkerboard) != of_tensor(eye)
+    assert of_one(checkerboard) != of_one(eye)
 
 
 def test_both_kinds_of_loops_agree() -> None:

@@ -14,20 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import overtone
 from overtone.codec import TopK
+from overtone.coding.bits import Reader
 from overtone.coding.kernels import Kernels, in_numba, in_torch
 from overtone.errors import WireError
 from overtone.exchange import message as wire
+from overtone.exchange.buffers import Buffers
+from overtone.exchange.gathered import Gathered
 from overtone.exchange.message import Expected, Header, Kind, Seal
-from overtone.exchange.patterns import Gathered, Say, Setting
+from overtone.exchange.pattern import Context, Contribution
 from whole import encode_all
 
 SCHEMA, RUN = b"schema..", b"this run"
 EXPECTED = Expected(5, RUN, SCHEMA)
 TRUE = Header(Kind.ROUND, 1, 5, 50, RUN, SCHEMA, b"anchor..", bytes(8))
 CODEC = TopK(keep=40, bits=2, plain_below=30)
-MINE = Say(replace(TRUE, sender=0), CODEC)
+MINE = Contribution(replace(TRUE, sender=0), CODEC)
 SHAPES = [(70, 130), (64, 64), (9,)]
 
 
@@ -38,9 +40,9 @@ class Receiver:
         self.seal = seal
         model = nn.BatchNorm1d(3)
         self.layout = CODEC.layout(SHAPES)
-        buffers = overtone.buffers.Buffers(model, "shared")
-        self.setting = Setting(self.layout, loops, buffers, seal, torch.device("cpu"))
-        self.gathered = Gathered(self.setting)
+        buffers = Buffers(model, "shared")
+        self.context = Context(self.layout, loops, buffers, seal, torch.device("cpu"))
+        self.gathered = Gathered(self.context)
         dice = torch.Generator().manual_seed(0)
         flat = torch.randn(self.layout.size, generator=dice)
         flat[7] = 500.0  # so that there is an exception
@@ -148,7 +150,7 @@ def test_lies_under_a_valid_seal(loops: Kernels) -> None:
     """A sender that seals whatever bytes: no lie of the format survives, and what decodes is finite and in place. Both
     kinds of loops refuse the same ones, and check refuses exactly what decode does."""
     receiver, dice = Receiver(Seal(), loops), random.Random(1)
-    other = Setting(**{**vars(receiver.setting), "kernels": in_torch if loops is in_numba else in_numba})
+    other = Context(**{**vars(receiver.context), "kernels": in_torch if loops is in_numba else in_numba})
     told, believed = set(), 0
     for _ in range(10_000):
         body = dice.choice(DAMAGES)(receiver.body, dice)
@@ -162,7 +164,7 @@ def test_lies_under_a_valid_seal(loops: Kernels) -> None:
             continue
         believed += 1
         Gathered(other).open(message, EXPECTED, 1, MINE)
-        reader = overtone.bits.Reader(body)
+        reader = Reader(body)
         receiver.setting.buffers.unpack(reader)
         for slab in receiver.layout.slabs:
             here = torch.zeros(slab.chunks, slab.area)
@@ -179,11 +181,11 @@ def test_any_bytes_at_all(body: bytes, keep: int, bits: int) -> None:
     codec = TopK(keep=keep, bits=bits, plain_below=30, chunk=16)
     for loops in (in_torch, in_numba):
         for slab in codec.layout([(20, 20), (3,)]).slabs:
-            reader = overtone.bits.Reader(body)
+            reader = Reader(body)
             try:
                 part = codec.decode(reader, slab, loops)
             except WireError:
                 with pytest.raises(WireError):
-                    codec.check(overtone.coding.bits.Reader(body), slab, loops)
+                    codec.check(Reader(body), slab, loops)
                 continue
             part.add_to(torch.zeros(slab.chunks, slab.area))

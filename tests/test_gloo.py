@@ -16,7 +16,7 @@ import overtone
 import worlds
 from overtone import Replica
 from overtone.coding import fingerprint
-from overtone.exchange import agreement
+from overtone.exchange import consensus
 from scenario import METHODS, backward, batches, build, largest_difference, run_cluster, run_replica, weights
 
 STEPS = 8  # two whole rounds and two steps that `finish` must bring home
@@ -96,7 +96,11 @@ def broken_worlds() -> dict[str, str]:
             backward(replica, batch)
             replica.step()
             if rank == 2 and index == 1:  # a cosmic ray: one bit of one number
-                target = replica.state["anchor"] if "anchor" in replica.state else replica.model.up.weight.detach()
+                target = (
+                    replica.state.tensors["anchor"]
+                    if "anchor" in replica.state.tensors
+                    else replica.model.up.weight.detach()
+                )
                 target.view(-1)[7] += 1e-6
 
     attempt("drift", lambda: drifted(overtone.decoupled(every=1)))
@@ -255,7 +259,7 @@ def unlike_hosts() -> dict[str, Any]:
                 "anchor": replica.fingerprint,
                 "rounds": len(rounds),
                 "dense": replica.transport.ledger.counts["finish"].received - before >= size,
-                "start": [start.clone() for start in replica.signal.state()],
+                "start": [start.clone() for start in replica.exchanger.signal.state()],
             }
     replica = Replica(*build(rank), overtone.ddp())
     try:
@@ -302,7 +306,7 @@ def test_anchors_that_are_weights_name_unlike_hosts() -> None:
         r"unlike hosts are the likely cause: another type of CPU .* whose anchor does not depend on that, such as dec"
     )
     with pytest.raises(overtone.errors.MismatchError, match=told):
-        agreement.compare_anchors(3, {0: b"a" * 8, 1: b"b" * 8}, of_weights=True)
+        consensus.compare_anchors(3, {0: b"a" * 8, 1: b"b" * 8}, of_weights=True)
     with pytest.raises(overtone.errors.MismatchError, match="restart all of them from one checkpoint") as caught:
-        agreement.compare_anchors(3, {0: b"a" * 8, 1: b"b" * 8}, of_weights=False)
+        consensus.compare_anchors(3, {0: b"a" * 8, 1: b"b" * 8}, of_weights=False)
     assert "CPU" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The image task: pictures from every source, the same everywhere; models of the right size; exports that load."""
+"""The image task: images from every source, the same everywhere; models of the right size; exports that load."""
 
 import gzip
 import json
@@ -20,21 +20,22 @@ import torch
 import transformers
 from PIL import Image as Pil
 
+import overtone.tasks.image
 from overtone.errors import TaskError
 from overtone.tasks import Image, TaskOptions, load_task
 from overtone.tasks.image import source
-from overtone.tasks.image.augment import mirrored, shifted
-from overtone.tasks.image.dataset import hold_out, load_pictures
-from overtone.tasks.image.source import spread
+from overtone.tasks.image.augment import flip_images, shift_images
+from overtone.tasks.image.dataset import hold_out, load_images
+from overtone.tasks.image.source import evenly_spaced
 from overtone.tasks.image.task import PRESETS, ImageTask, task
 
 CLASSES = ("cat", "dog", "eel")
 
 
-def some_pictures(count: int, *, channels: int = 3, side: int = 8, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    dice = np.random.default_rng(seed)
+def some_images(count: int, *, channels: int = 3, side: int = 8, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
     shape = (count, side, side, channels) if channels > 1 else (count, side, side)
-    return dice.integers(0, 256, shape, dtype=np.uint8), np.arange(count) * len(CLASSES) // count
+    return rng.integers(0, 256, shape, dtype=np.uint8), np.arange(count) * len(CLASSES) // count
 
 
 def options(data: Path | str | None = None, **image: object) -> TaskOptions:
@@ -42,10 +43,10 @@ def options(data: Path | str | None = None, **image: object) -> TaskOptions:
 
 
 def write_folder(root: Path, x: np.ndarray, y: np.ndarray) -> Path:
-    for i, (picture, label) in enumerate(zip(x, y, strict=True)):
+    for i, (image, label) in enumerate(zip(x, y, strict=True)):
         folder = root / CLASSES[label]
         folder.mkdir(parents=True, exist_ok=True)
-        Pil.fromarray(picture).save(folder / f"{i:04d}.png")
+        Pil.fromarray(image).save(folder / f"{i:04d}.png")
     return root
 
 
@@ -84,12 +85,12 @@ def everything(found: ImageTask) -> list[torch.Tensor]:
     return [t for part in (found.train, found.valid) for t in part.batch(torch.arange(len(part)), None)]
 
 
-# -- the same pictures from every source --------------------------------------------------------------------------
+# -- the same images from every source ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_source_gives_the_same_batches(tmp_path: Path, channels: int) -> None:
-    train, test = some_pictures(24, channels=channels), some_pictures(9, channels=channels, seed=1)
+    train, test = some_images(24, channels=channels), some_images(9, channels=channels, seed=1)
     np.savez(tmp_path / "p.npz", x_train=train[0], y_train=train[1][:, None], x_test=test[0], y_test=test[1])
     write_folder(tmp_path / "folder" / "train", *train)
     write_folder(tmp_path / "folder" / "val", *test)
@@ -109,11 +110,11 @@ def test_every_source_gives_the_same_batches(tmp_path: Path, channels: int) -> N
         assert torch.equal(found.keys, torch.from_numpy(train[1]))
         assert found.train.slow == (name != "idx")
         if name in ("folder", "saved"):
-            assert found.pictures.classes == CLASSES
+            assert found.dataset.classes == CLASSES
 
 
 def test_a_dataset_without_splits_and_an_npz_without_a_test_part_hold_some_out(tmp_path: Path) -> None:
-    x, y = some_pictures(40)
+    x, y = some_images(40)
     np.savez(tmp_path / "p.npz", x=x, y=y)
     table = datasets.Dataset.from_dict({"img": [Pil.fromarray(p) for p in x], "fine_label": y.tolist()})
     table.cast_column("img", datasets.Image()).with_format("torch").save_to_disk(str(tmp_path / "saved"))
@@ -147,35 +148,35 @@ def test_digits_need_no_data() -> None:
 
 
 def test_validation_is_an_evenly_spaced_part(tmp_path: Path) -> None:
-    x, y = some_pictures(30)
+    x, y = some_images(30)
     np.savez(tmp_path / "p.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     some = task(TaskOptions(task="image", data=str(tmp_path / "p.npz"), valid_samples=6))
     everyone = task(options(tmp_path / "p.npz"))
     assert torch.equal(
         some.valid.batch(torch.arange(6), None)[0], everyone.valid.batch(torch.arange(0, 30, 5), None)[0]
     )
-    assert spread(10, 4).tolist() == [0, 2, 5, 7]
-    assert spread(3, 4).tolist() == [0, 1, 2]
+    assert evenly_spaced(10, 4).tolist() == [0, 2, 5, 7]
+    assert evenly_spaced(3, 4).tolist() == [0, 1, 2]
 
 
 def test_the_fingerprint_follows_the_data(tmp_path: Path) -> None:
-    x, y = some_pictures(24)
-    stamps = []
+    x, y = some_images(24)
+    fingerprints = []
     for name, change in (("a", 0), ("b", 0), ("c", 1)):
         changed = x.copy()
         changed[0] ^= change
         np.savez(tmp_path / f"{name}.npz", x=changed, y=y)
-        stamps.append(task(options(tmp_path / f"{name}.npz")).about()["fingerprint"])
-    assert stamps[0] == stamps[1] != stamps[2]
+        fingerprints.append(task(options(tmp_path / f"{name}.npz")).about()["fingerprint"])
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     folders = [write_folder(tmp_path / name, x, y) for name in ("fa", "fb", "fc")]
     (folders[2] / "cat" / "0001.png").unlink()
-    folder_stamps = [task(options(path)).about()["fingerprint"] for path in folders]
-    assert folder_stamps[0] == folder_stamps[1] != folder_stamps[2]
+    folder_fingerprints = [task(options(path)).about()["fingerprint"] for path in folders]
+    assert folder_fingerprints[0] == folder_fingerprints[1] != folder_fingerprints[2]
 
 
 def test_batches_of_decoded_images_come_in_the_same_order(tmp_path: Path) -> None:
     """They are fetched ahead by a thread."""
-    train = some_pictures(24)
+    train = some_images(24)
     np.savez(tmp_path / "p.npz", x_train=train[0], y_train=train[1], x_test=train[0], y_test=train[1])
     write_folder(tmp_path / "folder" / "train", *train)
     write_folder(tmp_path / "folder" / "test", *train)
@@ -185,14 +186,14 @@ def test_batches_of_decoded_images_come_in_the_same_order(tmp_path: Path) -> Non
         (x, y), (x2, y2) = one.next(), two.next()
         assert torch.equal(x, x2)
         assert torch.equal(y, y2)
-        assert y.min() >= 1  # the second half of the pictures in the order of their labels
+        assert y.min() >= 1  # the second half of the images in the order of their labels
 
 
 # -- pixels -------------------------------------------------------------------------------------------------------
 
 
-def test_normalised_by_the_training_pictures(tmp_path: Path) -> None:
-    x, y = some_pictures(60)
+def test_normalised_by_the_training_images(tmp_path: Path) -> None:
+    x, y = some_images(60)
     x[..., 1] //= 3
     np.savez(tmp_path / "p.npz", x_train=x, y_train=y, x_test=x[:20], y_test=y[:20])
     found = task(options(tmp_path / "p.npz"))
@@ -204,11 +205,11 @@ def test_normalised_by_the_training_pictures(tmp_path: Path) -> None:
     scaled = torch.from_numpy(x).permute(0, 3, 1, 2) / 255
     mean, std = scaled.mean((0, 2, 3)), scaled.std((0, 2, 3), correction=0)
     assert torch.allclose(batch, (scaled - mean.view(3, 1, 1)) / std.view(3, 1, 1), atol=1e-5)
-    assert torch.allclose(found.pictures.look.mean, mean)
+    assert torch.allclose(found.dataset.normalization.mean, mean)
 
 
 def test_floating_pixels_stay_as_they_are(tmp_path: Path) -> None:
-    x, y = some_pictures(30, channels=1)
+    x, y = some_images(30, channels=1)
     np.savez(tmp_path / "bytes.npz", x=x, y=y)
     np.savez(tmp_path / "floats.npz", x=x.astype(np.float64) / 255, y=y)
     np.savez(tmp_path / "wide.npz", x=x.astype(np.int64), y=y.astype(np.uint8))
@@ -219,7 +220,7 @@ def test_floating_pixels_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_a_channel_that_never_varies_is_zero(tmp_path: Path) -> None:
     for kind in (np.uint8, np.float32):
-        x, y = some_pictures(30)
+        x, y = some_images(30)
         x = x.astype(kind)
         x[..., 2] = 0.1 if kind is np.float32 else 7
         np.savez(tmp_path / "p.npz", x=x, y=y)
@@ -228,15 +229,15 @@ def test_a_channel_that_never_varies_is_zero(tmp_path: Path) -> None:
         assert batch[:, 2].abs().max() < 1e-4
 
 
-def test_pictures_of_differing_sizes_are_resized_if_asked(tmp_path: Path) -> None:
-    x, y = some_pictures(12)
+def test_images_of_differing_sizes_are_resized_if_asked(tmp_path: Path) -> None:
+    x, y = some_images(12)
     write_folder(tmp_path / "folder", x, y)
     odd = tmp_path / "folder" / "dog" / "0005.png"
     Pil.new("RGB", (20, 11), (40, 80, 120)).save(odd)
     with pytest.raises(TaskError, match=r"dog/0005.png: 11x20, but .*8x8; give --side"):
-        load_pictures(str(tmp_path / "folder"), None)
-    found = load_pictures(str(tmp_path / "folder"), 4)
-    pixels = found.train.raw(torch.arange(len(found.train.labels)), found.form)
+        load_images(str(tmp_path / "folder"), None)
+    found = load_images(str(tmp_path / "folder"), 4)
+    pixels = found.train.raw(torch.arange(len(found.train.labels)), found.shape)
     assert pixels.shape == (11, 3, 4, 4)
     assert any(
         torch.equal(p, torch.tensor([40, 80, 120], dtype=torch.uint8).view(3, 1, 1).expand(3, 4, 4)) for p in pixels
@@ -244,11 +245,11 @@ def test_pictures_of_differing_sizes_are_resized_if_asked(tmp_path: Path) -> Non
 
 
 def test_a_size_that_the_survey_missed_is_refused_when_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = some_pictures(12)
+    x, y = some_images(12)
     root = write_folder(tmp_path / "f" / "train", x, y).parent
     write_folder(root / "valid", x, y)
     Pil.new("RGB", (9, 9)).save(root / "train" / "eel" / "0011.png")
-    monkeypatch.setattr(source, "SURVEYED", 4)
+    monkeypatch.setattr(source, "SURVEY_SIZE", 4)
     found = task(options(root))
     with pytest.raises(TaskError, match=r"eel/0011.png: 9x9, but others are 8x8; give --side"):
         found.train.batch(torch.tensor([0, 11]), None)
@@ -256,19 +257,19 @@ def test_a_size_that_the_survey_missed_is_refused_when_met(tmp_path: Path, monke
 
 def test_arrays_and_images_are_resized_alike(tmp_path: Path) -> None:
     """By torch and by Pillow: both bilinear and averaged over what is covered, so bytes differ by rounding only."""
-    x, y = some_pictures(12, side=16)
+    x, y = some_images(12, side=16)
     np.savez(tmp_path / "p.npz", x_train=x, y_train=y, x_test=x[::2], y_test=y[::2])
     root = write_folder(tmp_path / "f" / "train", x, y).parent
     write_folder(root / "valid", x, y)
     rows = torch.arange(12)
     for side in (6, 16, 20):
-        a, b = (load_pictures(str(path), side) for path in (tmp_path / "p.npz", root))
-        gap = a.train.raw(rows, a.form).int() - b.train.raw(rows, b.form).int()
+        a, b = (load_images(str(path), side) for path in (tmp_path / "p.npz", root))
+        gap = a.train.raw(rows, a.shape).int() - b.train.raw(rows, b.shape).int()
         assert gap.abs().max() <= (0 if side == 16 else 1)
 
 
-def test_pictures_need_not_be_square(tmp_path: Path) -> None:
-    x, y = some_pictures(30, channels=1)
+def test_images_need_not_be_square(tmp_path: Path) -> None:
+    x, y = some_images(30, channels=1)
     np.savez(tmp_path / "p.npz", x=x[:, :6], y=y)
     found = task(options(tmp_path / "p.npz"))
     assert found.about()["side"] == "6x8"
@@ -277,22 +278,22 @@ def test_pictures_need_not_be_square(tmp_path: Path) -> None:
 
 
 def test_one_colour_image_makes_the_folder_one_of_colours(tmp_path: Path) -> None:
-    x, y = some_pictures(12, channels=1)
+    x, y = some_images(12, channels=1)
     root = write_folder(tmp_path / "f", x, y)
-    assert load_pictures(str(root), None).form.channels == 1
+    assert load_images(str(root), None).shape.channels == 1
     Pil.new("RGBA", (8, 8), (10, 20, 30, 40)).save(root / "cat" / "0000.png")
-    assert load_pictures(str(root), None).form.channels == 3
+    assert load_images(str(root), None).shape.channels == 3
 
 
 # -- augmentation -------------------------------------------------------------------------------------------------
 
 
-def test_mirrored_and_shifted_do_what_they_say() -> None:
+def test_flipped_and_shifted_images() -> None:
     raw = torch.arange(1, 2 * 2 * 3 * 4 + 1, dtype=torch.uint8).view(2, 2, 3, 4)
-    mirror = mirrored(raw, torch.tensor([True, False]))
+    mirror = flip_images(raw, torch.tensor([True, False]))
     assert torch.equal(mirror[0], raw[0].flip(-1))
     assert torch.equal(mirror[1], raw[1])
-    moved = shifted(raw, torch.tensor([[1, -2], [0, 0]]), 2)
+    moved = shift_images(raw, torch.tensor([[1, -2], [0, 0]]), 2)
     wanted = torch.zeros_like(raw[0])
     wanted[:, 1:, :2] = raw[0][:, :2, 2:]  # one down, two left
     assert torch.equal(moved[0], wanted)
@@ -302,11 +303,11 @@ def test_mirrored_and_shifted_do_what_they_say() -> None:
 def raw_batch(found: ImageTask, rows: torch.Tensor, seed: int) -> torch.Tensor:
     """A batch with its normalisation undone."""
     x = found.train.batch(rows, torch.Generator().manual_seed(seed))[0]
-    look = found.pictures.look
-    return ((x * look.std.view(-1, 1, 1) + look.mean.view(-1, 1, 1)) / look.scale).round().to(torch.uint8)
+    by = found.dataset.normalization
+    return ((x * by.std.view(-1, 1, 1) + by.mean.view(-1, 1, 1)) / by.scale).round().to(torch.uint8)
 
 
-def test_a_batch_is_a_function_of_rows_and_dice() -> None:
+def test_a_batch_is_a_function_of_rows_and_generator() -> None:
     found, plain = task(options(flip=True, crop=2)), task(options())
     rows = torch.arange(100, 400)
     assert torch.equal(raw_batch(found, rows, 1), raw_batch(found, rows, 1))
@@ -330,7 +331,7 @@ def test_half_are_mirrored_and_shifts_reach_every_place() -> None:
     found = set()
     for i in range(len(rows)):
         places = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
-        fits = [by for by in places if torch.equal(shifted(plain[i : i + 1], torch.tensor([by]), 1)[0], moved[i])]
+        fits = [by for by in places if torch.equal(shift_images(plain[i : i + 1], torch.tensor([by]), 1)[0], moved[i])]
         assert fits
         if len(fits) == 1:
             found.add(fits[0])
@@ -338,7 +339,7 @@ def test_half_are_mirrored_and_shifts_reach_every_place() -> None:
 
 
 def test_a_crop_that_could_leave_nothing_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"crop=8: less than the images' side \(8x8\)"):
+    with pytest.raises(TaskError, match=r"crop=8: must be less than the images' side \(8x8\)"):
         task(options(crop=8))
 
 
@@ -360,7 +361,7 @@ def test_presets_have_the_papers_sizes_also_without_memory(name: str, stem: str)
     assert model(pixel_values=torch.empty(2, 3, 64, 64, device="meta")).logits.shape == (2, 1000)
 
 
-def test_a_model_follows_torchs_dice_and_the_data() -> None:
+def test_a_model_follows_torchs_generator_and_the_data() -> None:
     found = task(options())
     torch.manual_seed(3)
     one = found.model()
@@ -468,7 +469,7 @@ def test_measures_count_what_they_say(tmp_path: Path) -> None:
     means = found.measure(Fixed(), (torch.zeros(4, 1, 8, 8), labels))
     assert means["top1"] == 0.5
     assert means["top5"] == 0.75
-    few = task(options(write_folder(tmp_path / "f", *some_pictures(12))))
+    few = task(options(write_folder(tmp_path / "f", *some_images(12))))
     assert few.measure(few.model(), few.train.batch(torch.arange(4), None)).keys() == {"loss", "top1"}
 
 
@@ -478,7 +479,7 @@ def logits_of(model: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_export_with_the_full_stem_loads_plainly(tmp_path: Path) -> None:
-    x, y = some_pictures(24, side=32)
+    x, y = some_images(24, side=32)
     root = write_folder(tmp_path / "f", x, y)
     found = task(options(root, stem="full"))
     model = found.model()
@@ -502,6 +503,13 @@ assert not any(name.split(".")[0] == "overtone" for name in sys.modules)
 with torch.no_grad():
     torch.save(model(pixel_values=torch.load(sys.argv[2])).logits, sys.argv[3])
 """
+
+
+def test_the_package_itself_makes_the_small_stem_known() -> None:
+    """docs/train.md says to import `overtone.tasks.image`, so the package imports task.py, which registers the type."""
+    assert overtone.tasks.image.ImageTask is ImageTask
+    known = transformers.AutoModelForImageClassification._model_mapping
+    assert known[overtone.tasks.image.SmallResNetConfig] is overtone.tasks.image.SmallResNetForImageClassification
 
 
 def test_an_export_with_the_small_stem_loads_with_and_without_overtone(
@@ -528,7 +536,7 @@ def test_an_export_with_the_small_stem_loads_with_and_without_overtone(
     assert torch.equal(torch.load(tmp_path / "logits.pt"), wanted)
 
 
-def test_an_export_says_how_pictures_were_prepared(
+def test_an_export_says_how_images_were_prepared(
     tmp_path: Path, trained: tuple[ImageTask, torch.nn.Module], capfd: pytest.CaptureFixture[str]
 ) -> None:
     found, model = trained
@@ -537,11 +545,11 @@ def test_an_export_says_how_pictures_were_prepared(
     assert transformers.utils.logging.is_progress_bar_enabled()
     note = json.loads((tmp_path / "preprocessor_config.json").read_text())
     assert note["size"] == {"height": 8, "width": 8}
-    assert torch.allclose(torch.tensor(note["image_mean"]), found.pictures.look.mean)
+    assert torch.allclose(torch.tensor(note["image_mean"]), found.dataset.normalization.mean)
     assert {path.name for path in tmp_path.iterdir()} == {
         "config.json", "model.safetensors", "preprocessor_config.json", "small_resnet.py",
     }  # fmt: skip
-    with pytest.raises(TaskError, match="Linear is not a Hugging Face model"):
+    with pytest.raises(TaskError, match="Linear is not a model of the transformers library"):
         found.export(torch.nn.Linear(1, 1), tmp_path)
 
 
@@ -558,13 +566,13 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     refused(tmp_path, r"no subfolders; give a folder of images")
     refused("hub:cifar10", r"not streamed from the hub.*load_dataset\('cifar10'\).save_to_disk")
     (tmp_path / "a.txt").write_text("a")
-    refused(tmp_path / "a.txt", "not a form of pictures that is known")
+    refused(tmp_path / "a.txt", "not a known form of image data")
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    x, y = some_pictures(12)
+    x, y = some_images(12)
     root = write_folder(tmp_path / "one", x[:4], y[:4])
-    refused(root, "one class, cat; at least two")
+    refused(root, "only one class, cat; give at least two")
     (root / "dog").mkdir()
     refused(root, r"dog: no images; add some \(.bmp")
     root = write_folder(tmp_path / "broken", x, y)
@@ -588,16 +596,16 @@ def npz(path: Path, **arrays: np.ndarray) -> Path:
 
 
 def test_arrays_that_cannot_be_used(tmp_path: Path) -> None:
-    x, y = some_pictures(12)
+    x, y = some_images(12)
     refused(npz(tmp_path, a=x, b=y), "has a, b; name them x_train, y_train")
     refused(npz(tmp_path), "has no arrays; name them")
     refused(npz(tmp_path, x_train=x, y_train=y, x_test=x), "has x_train, y_train, x_test; name them")
-    refused(npz(tmp_path, x=x, y=y[:-1]), "12 images, but 11 labels")
-    refused(npz(tmp_path, x=x, y=y.astype(float)), r"labels are float64 of shape \(12,\); one whole number")
+    refused(npz(tmp_path, x=x, y=y[:-1]), "12 images, but 11 labels; give one label")
+    refused(npz(tmp_path, x=x, y=y.astype(float)), r"labels are float64 of shape \(12,\); give one whole number")
     refused(npz(tmp_path, x=x, y=np.eye(3, dtype=int)[y]), r"labels are int64 of shape \(12, 3\)")
     refused(npz(tmp_path, x=x, y=y - 1), "labels from -1 to 1; number the classes from 0")
     refused(npz(tmp_path, x=x, y=y * 10**9), "labels from 0 to 2000000000; number the classes")
-    refused(npz(tmp_path, x=x, y=y * 0), "all training images have label 0; at least two classes")
+    refused(npz(tmp_path, x=x, y=y * 0), "all training images have label 0; give at least two classes")
     refused(npz(tmp_path, x=x[:0], y=y[:0]), r"images of shape \(0, 8, 8, 3\)")
     refused(npz(tmp_path, x=x.transpose(0, 3, 1, 2), y=y), r"shape \(12, 3, 8, 8\).*channels, which come last")
     refused(npz(tmp_path, x=x.reshape(12, -1), y=y), r"images of shape \(12, 192\)")
@@ -610,7 +618,7 @@ def test_arrays_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_an_npz_that_is_broken(tmp_path: Path) -> None:
-    x, y = some_pictures(12)
+    x, y = some_images(12)
     path = npz(tmp_path, x=x, y=y)
     whole = path.read_bytes()
     for content in (b"", b"junk" * 9, whole[: len(whole) // 2], whole[:200] + b"\xff" * 40 + whole[240:]):
@@ -622,14 +630,14 @@ def test_an_npz_that_is_broken(tmp_path: Path) -> None:
 
 
 def test_idx_files_that_cannot_be_used(tmp_path: Path) -> None:
-    part = some_pictures(12, channels=1)
+    part = some_images(12, channels=1)
     root = write_idx(tmp_path / "idx", part, part)
     images, labels = root / "train-images-idx3-ubyte.gz", root / "train-labels.idx1-ubyte"
     good = idx(part[0])
     for content, why in (
         (
             gzip.compress(b"\0\0\x0d\x03" + good[4:]),
-            r"train-images.*starts with 00000d03, an IDX file of bytes with 00000803",
+            r"train-images.*starts with 00000d03, but an IDX file of bytes starts with 00000803",
         ),
         (gzip.compress(b""), "starts with nothing"),
         (gzip.compress(good[:-5]), r"779 bytes, but its header says 16 \+ 768"),
@@ -642,15 +650,15 @@ def test_idx_files_that_cannot_be_used(tmp_path: Path) -> None:
         refused(root, why)
     images.write_bytes(gzip.compress(good))
     labels.write_bytes(idx(part[1][:-1].astype(np.uint8)))
-    refused(root, "12 images, but 11 labels")
+    refused(root, "12 images, but 11 labels; give one label")
     labels.unlink()
     refused(root, r"no train-labels\* file")
 
 
 def test_saved_datasets_that_cannot_be_used(tmp_path: Path) -> None:
-    x, y = some_pictures(6)
+    x, y = some_images(6)
     two = write_saved(tmp_path / "a", {"test": (x, y), "more": (x, y)})
-    refused(two, "no split 'train'; there are test, more")
+    refused(two, "has no split 'train'; its splits are test, more")
     images = [Pil.fromarray(p) for p in x]
 
     def saved(name: str, **columns: list[object]) -> Path:
@@ -676,9 +684,9 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(TaskError, match=r"needs sklearn.*pip install 'overtone\[train\]'"):
         task(options())
-    root = write_saved(tmp_path / "saved", {"train": some_pictures(6)})
+    root = write_saved(tmp_path / "saved", {"train": some_images(6)})
     monkeypatch.setitem(sys.modules, "datasets", None)
     refused(root, r"needs datasets; pip install")
-    root = write_folder(tmp_path / "folder", *some_pictures(6))
+    root = write_folder(tmp_path / "folder", *some_images(6))
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     refused(root, r"^task image: needs PIL.Image; pip install")

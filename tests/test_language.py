@@ -20,11 +20,11 @@ import transformers
 
 from overtone.errors import TaskError, visible
 from overtone.tasks import Language, TaskOptions, load_task
-from overtone.tasks.text import stream
-from overtone.tasks.text import tokenizer as alphabet
+from overtone.tasks.text import stream, tokenizer
 from overtone.tasks.text.byte_model import ByteTransformer, ModelSize
 from overtone.tasks.text.hf_models import PRESETS, nearest_first
 from overtone.tasks.text.task import LanguageTask
+from overtone.tasks.text.tokenizer import Document, SubwordTokenizer, split_at_lines
 
 datasets.disable_progress_bars()
 
@@ -32,8 +32,8 @@ WORDS = ("the", "sea", "a", "boat", "wind", "of", "under", "grey", "light", "com
 
 
 def prose(words: int, seed: int = 0) -> str:
-    dice = random.Random(seed)
-    return " ".join(dice.choice(WORDS) + ("\n" if i % 9 == 8 else "") for i in range(words))
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) + ("\n" if i % 9 == 8 else "") for i in range(words))
 
 
 def language(
@@ -111,7 +111,7 @@ def test_a_preset_has_as_many_parameters_as_its_name_says(name: str) -> None:
     assert abs(count / PRESETS[name].parameters - 1) < 0.02
     if last == "1m":
         assert count < 1e6
-    assert made.architecture.vocabulary == PRESETS[name].vocabulary
+    assert made.architecture.vocab_size == PRESETS[name].vocab_size
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
 
@@ -159,7 +159,7 @@ def test_sizes_can_be_overridden(name: str, capfd: pytest.CaptureFixture[str]) -
         own = PRESETS[name]
         assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (48, 2, 3)
         inner = config.n_inner if name == "gpt2-1m" else config.intermediate_size
-        assert inner == round(own.inner * 48 / own.width)
+        assert inner == round(own.mlp_width * 48 / own.width)
         assert config.max_position_embeddings == max(300, own.positions)
         assert config.use_cache is False
     loss = made.loss(model, torch.randint(0, 256, (2, 301)))
@@ -210,7 +210,7 @@ class TestConfigFile:
             made = language(poem, model=str(path))
             model = made.model()
             assert type(model).__name__ == "MistralForCausalLM"
-            assert model.config.vocab_size == made.architecture.vocabulary == 300
+            assert model.config.vocab_size == made.architecture.vocab_size == 300
             assert {p.dtype for p in model.parameters()} == {torch.float32}
             assert model.config.eos_token_id is None
             made.loss(model, made.valid.batch(torch.arange(2), None))
@@ -303,7 +303,7 @@ def test_a_tokenizer(poem: Path, subwords: Path) -> None:
     assert made.text.train.tolist() == [*library.encode(raw[:cut].decode()).ids, end]  # type: ignore[union-attr]
     assert made.text.valid.tolist() == [*library.encode(raw[cut:].decode()).ids, end]  # type: ignore[union-attr]
     assert made.text.train.dtype == torch.uint16  # type: ignore[union-attr]
-    assert made.architecture.vocabulary == library.get_vocab_size() > 256
+    assert made.architecture.vocab_size == library.get_vocab_size() > 256
     assert made.model().config.eos_token_id == end  # type: ignore[union-attr]
 
 
@@ -311,7 +311,7 @@ def test_bits_per_byte_by_hand(poem: Path, subwords: Path) -> None:
     made = language(poem, model="gpt2-1m", tokenizer=subwords)
     raw = poem.read_bytes()
     tokens = made.text.valid.numel()  # type: ignore[union-attr]
-    length = len(raw) - len(made.alphabet.decode(made.text.train.tolist()[:-1]).encode())  # type: ignore[union-attr]
+    length = len(raw) - len(made.tokenizer.decode(made.text.train.tolist()[:-1]).encode())  # type: ignore[union-attr]
     nats = 2.5
     got = made.summary({"loss": nats})
     assert got["bits_per_byte"] == pytest.approx(nats * tokens / length / math.log(2), rel=1e-12)
@@ -325,10 +325,10 @@ def test_bits_per_byte_by_hand(poem: Path, subwords: Path) -> None:
 
 
 def test_long_texts_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch, poem: Path, subwords: Path) -> None:
-    whole = alphabet.Subwords(subwords)
-    document = alphabet.Document(poem.read_bytes(), "poem")
-    monkeypatch.setattr(alphabet, "PIECE", 100)
-    parts = alphabet.pieces(poem.read_text())
+    whole = SubwordTokenizer(subwords)
+    document = Document(poem.read_bytes(), "poem")
+    monkeypatch.setattr(tokenizer, "PIECE", 100)
+    parts = split_at_lines(poem.read_text())
     assert len(parts) > 50
     assert "".join(parts) == poem.read_text()
     assert all(part.endswith("\n") for part in parts[:-1])
@@ -388,7 +388,7 @@ class TestFolder:
         for i in range(10):
             (tmp_path / f"{i}.txt").write_text(prose(60, i))
         made = language(tmp_path, model="llama-1m", tokenizer=subwords)
-        assert (made.text.train == made.alphabet.end).sum() == 9  # type: ignore[union-attr]
+        assert (made.text.train == made.tokenizer.eos_token_id).sum() == 9  # type: ignore[union-attr]
 
     def test_not_utf8(self, tmp_path: Path, subwords: Path) -> None:
         (tmp_path / "good.txt").write_text(prose(100))
@@ -416,7 +416,7 @@ class TestSavedDataset:
         saved = {name: datasets.Dataset.from_dict({"text": rows, "title": rows}) for name, rows in parts.items()}
         datasets.DatasetDict(saved).save_to_disk(tmp_path / "d")
         made = language(tmp_path / "d", model="gpt2-1m", tokenizer=subwords)
-        decoded = made.alphabet.decode(made.text.valid.tolist())  # type: ignore[union-attr]
+        decoded = made.tokenizer.decode(made.text.valid.tolist())  # type: ignore[union-attr]
         assert decoded == "".join(f"{row}<|endoftext|>" for row in self.rows[40:])
         assert made.text.bytes_per_token == len("".join(self.rows[40:]).encode()) / made.text.valid.numel()  # type: ignore[union-attr]
 
@@ -475,8 +475,8 @@ class TestBadInput:
 def folder_of(path: Path, files: int, rows: int = 40) -> Path:
     path.mkdir(exist_ok=True)
     for f in range(files):
-        dice = random.Random(f)
-        texts = [f"[part{f}-{i}] " * dice.randint(1, 12) for i in range(rows)]
+        rng = random.Random(f)
+        texts = [f"[part{f}-{i}] " * rng.randint(1, 12) for i in range(rows)]
         if files == 4:  # in groups of rows, which the library reads one by one
             datasets.Dataset.from_dict({"text": texts}).to_parquet(path / f"part{f}.parquet", batch_size=7)
         else:
@@ -586,7 +586,7 @@ def test_streams_of_other_files_and_splits(tmp_path: Path, endless_subwords: Pat
     made = language(f"hub:{tmp_path / 'txt'}", samples=8)
     valid = made.valid.batch(torch.arange(8), None)
     assert bytes(valid[:2, :-1].flatten().tolist()) == b"held 0\nheld 1\nheld 2\nheld 3\nheld 4\n"[:32]
-    assert not made.text.held  # type: ignore[union-attr]
+    assert not made.text.held_out  # type: ignore[union-attr]
     assert b"held" not in bytes(made.feed(0, 1, batch=100, seed=0, skew=0.0).next().flatten().tolist())
 
     (tmp_path / "parquet").mkdir()
@@ -595,11 +595,11 @@ def test_streams_of_other_files_and_splits(tmp_path: Path, endless_subwords: Pat
     made = language(f"hub:{tmp_path / 'parquet'}", model="llama-1m", tokenizer=endless_subwords, samples=8)
     got = made.feed(0, 1, batch=4, seed=0, skew=0.0).next()
     assert got.shape == (4, 17)
-    assert made.alphabet.end is None
+    assert made.tokenizer.eos_token_id is None
     assert 1.5 < made.text.bytes_per_token < 10
 
     named = language(f"hub:{tmp_path / 'txt'}@validation", samples=2)
-    assert named.text.held  # type: ignore[union-attr]
+    assert named.text.held_out  # type: ignore[union-attr]
     assert bytes(named.valid.batch(torch.arange(1), None)[0].tolist()).startswith(b"held 0")
 
 
@@ -630,14 +630,14 @@ def test_training_lowers_the_loss(poem: Path, name: str) -> None:
     made = language(poem, model=name, layers=2)
     model = made.model()
     feed = made.feed(0, 1, batch=16, seed=0, skew=0.0)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     held = made.valid.batch(torch.arange(16), None)
     with torch.no_grad():
         before = made.measure(model, held)["loss"]
     for _ in range(30):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         made.loss(model, feed.next()).backward()
-        optimiser.step()
+        optimizer.step()
     assert before == pytest.approx(math.log(256), abs=0.3)
     with torch.no_grad():
         assert made.measure(model, held)["loss"] < 3.2
@@ -687,7 +687,7 @@ def test_exported_models_load_elsewhere(
     if tokenizer is not None:
         reader = transformers.AutoTokenizer.from_pretrained(folder)
         sentence = prose(40, 3)
-        assert reader(sentence)["input_ids"] == made.alphabet.encode(alphabet.Document(sentence.encode(), "")).tolist()
+        assert reader(sentence)["input_ids"] == made.tokenizer.encode(Document(sentence.encode(), "")).tolist()
         assert reader.eos_token == "<|endoftext|>"
 
 

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overtone.coding import dct
-from overtone.coding.layout import Layout, matrix_shape
+from overtone.coding.chunks import matrix_shape
+from overtone.coding.layout import Layout, part_of
 
 shapes = st.lists(st.lists(st.sampled_from([1, 2, 3, 5, 8, 13, 67]), min_size=0, max_size=5), min_size=1, max_size=4)
 
@@ -41,7 +42,7 @@ def test_chunks_are_the_tensor_s_own_rectangles() -> None:
     matrix = torch.arange(12.0 * 8).view(12, 8)
     layout = Layout([(12, 8)], chunk=4, plain_below=0, basis=None)
     flat = layout.read([matrix], layout.empty(torch.device("cpu")))
-    assert torch.equal(layout.slabs[0].of(flat)[3].view(4, 4), matrix[4:8, 4:8])
+    assert torch.equal(part_of(flat, layout.slabs[0])[3].view(4, 4), matrix[4:8, 4:8])
 
 
 @settings(max_examples=60, deadline=None)
@@ -52,7 +53,7 @@ def test_chunks_are_the_tensor_s_own_rectangles() -> None:
 def test_slabs_cut_anywhere_and_lose_nothing(shapes: list[tuple[int, int]], slab: int) -> None:
     """Small slabs, so that they end within rows of chunks, within tensors, within plain ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("overtone.coding.layout.SLAB", slab)
+        patch.setattr("overtone.coding.chunks.SLAB", slab)
         layout = Layout([*shapes, (300,)], chunk=4, plain_below=20, basis=None)
     assert all(s.size <= slab for s in layout.slabs)
     starts = [s.offset for s in layout.slabs]
@@ -66,7 +67,7 @@ def test_slabs_cut_anywhere_and_lose_nothing(shapes: list[tuple[int, int]], slab
     assert all(torch.equal(a, b) for a, b in zip(tensors, back, strict=True))
     for s in layout.slabs:
         for chunk in range(s.chunks):
-            value = s.of(flat)[chunk, 0]
+            value = part_of(flat, s)[chunk, 0]
             assert value in tensors[s.tensor_of(chunk, 0)]
 
 
@@ -100,5 +101,6 @@ def test_the_difference_is_taken_in_fp32() -> None:
     start = torch.full((2, 40), 1.0, dtype=torch.bfloat16)
     now = torch.full((2, 40), 1.0 - 2**-8, dtype=torch.bfloat16)
     layout = Layout([(2, 40)], chunk=64, plain_below=0, basis=None)
-    drift = layout.read([start], layout.empty(torch.device("cpu")), minus=[now])
-    assert torch.equal(drift, torch.full((80,), 2**-8))
+    (slab,) = layout.slabs
+    drift = layout.read_slab(slab, layout.matrices([start]), layout.matrices([now])).coefficients()
+    assert torch.equal(drift.view(-1), torch.full((80,), 2**-8))

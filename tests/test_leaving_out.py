@@ -16,25 +16,27 @@ from torch import Tensor, nn
 import overtone
 from overtone import Cluster, Method, Replica
 from overtone.codec import TopK
+from overtone.coding.layout import part_of
 from overtone.exchange.message import MAGIC, Kind
 from overtone.exchange.signals import Drift
+from overtone.ledger import Count
 from overtone.rules import Outer
-from overtone.sim.cluster import Seat
+from overtone.sim.cluster import SimTransport
 
 
 @contextmanager
 def unread(speaker: int, judge: int) -> Iterator[None]:
     """One rank hears the payloads of another damaged."""
-    hear = Seat.gather
+    hear = SimTransport.gather
 
-    def damaged(seat: Seat, message: bytes, *, most: int | None) -> list[bytes]:
-        heard = hear(seat, message, most=most)
+    def damaged(seat: SimTransport, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
+        heard = hear(seat, message, most=most, count=count)
         said = heard[speaker]
         if seat.rank == judge and said[:4] == MAGIC and said[5] & 0x7F in (Kind.ROUND, Kind.DRAIN):
             heard[speaker] = said[:60] + bytes([said[60] ^ 1]) + said[61:]
         return heard
 
-    with mock.patch.object(Seat, "gather", damaged):
+    with mock.patch.object(SimTransport, "gather", damaged):
         yield
 
 
@@ -59,8 +61,12 @@ def total(vectors: list[Tensor]) -> Tensor:
 
 
 def drift(replica: Replica) -> Tensor:
-    start, now = replica.signal.sources()
-    return replica.layout.read(start, replica.layout.empty(torch.device("cpu")), minus=now)
+    sources = replica.exchanger.signal.measure()
+    layout, flat = replica.exchanger.layout, replica.exchanger.layout.empty(torch.device("cpu"))
+    plus, minus = layout.matrices(sources.plus), layout.matrices(sources.minus)
+    for slab in layout.slabs:
+        layout.read_slab(slab, plus, minus).into(part_of(flat, slab))
+    return flat
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,13 +107,15 @@ def test_what_was_proposed_is_applied_or_still_owed(
         replica.local_step()
     row = method.draining() if drains else method
     assert isinstance(row.rule, Outer)
-    proposed = total([row.rule.decay * r.state["residual"] + drift(r) for r in cluster.replicas])
-    anchor = cluster.replicas[0].state["anchor"].clone()
+    proposed = total([row.rule.decay * r.state.tensors["residual"] + drift(r) for r in cluster.replicas])
+    anchor = cluster.replicas[0].state.tensors["anchor"].clone()
     with unread(speaker, judge):
-        records = cluster._converse({r.transport.rank: r.rounding(row if drains else None) for r in cluster.replicas})
+        records = cluster.run_exchanges(
+            {r.transport.rank: r.rounding(row if drains else None) for r in cluster.replicas}, "rounds"
+        )
     assert {record.left_out for record in records} == {(speaker,)}
-    applied = (anchor - cluster.replicas[0].state["anchor"]).double() * replicas * row.rule.release
-    owed = total([replica.state["residual"] for replica in cluster.replicas])
+    applied = (anchor - cluster.replicas[0].state.tensors["anchor"]).double() * replicas * row.rule.release
+    owed = total([replica.state.tensors["residual"] for replica in cluster.replicas])
     assert len({replica.fingerprint for replica in cluster.replicas}) == 1
     assert float((applied + owed - proposed).abs().max()) <= 1e-5 * float(proposed.abs().max())
 
@@ -127,5 +135,5 @@ def test_a_message_that_is_left_out_counts_nothing_and_weighs_nothing_else(keep:
             assert record.left_out == (1,)
         else:
             cluster.step()
-        found.append(cluster.replicas[0].state["anchor"])
+        found.append(cluster.replicas[0].state.tensors["anchor"])
     assert torch.equal(*found)

@@ -19,6 +19,7 @@ import overtone
 import worlds
 from overtone import Cluster, Replica, Solo
 from overtone.errors import GaveUpError, MethodError, ModelError, OvertoneError, StateError, printable
+from overtone.ledger import Count
 from overtone.runs.checkpoint import format
 from overtone.runs.checkpoint import tree as nest
 from scenario import CONSENSUS, METHODS, SPEAKING, backward, batches, build, largest_difference, weights
@@ -69,7 +70,7 @@ CHANGES: dict[str, tuple[Callable[[Replica], None], str]] = {
     "assigned": (assign, "parameter conv.weight was replaced|parameter unused was replaced"),
     "replaced": (swap, "parameter down.weight was replaced by another after the Replica was built; write into it"),
     "added": (grow, "parameter extra.weight was added after the Replica was built; build a new Replica"),
-    "held": (widen, r"the inner optimiser holds other parameters than .* after add_param_group\(\)"),
+    "held": (widen, r"the inner optimizer holds other parameters than .* after add_param_group\(\)"),
     "removed": (shrink, "parameter unused was removed after the Replica was built"),
     "another optimiser": (other_optimiser, "model or inner was replaced by another"),
     "a buffer": (add_buffer, "buffer late was added after the Replica was built"),
@@ -363,7 +364,7 @@ class Overflowing(Solo):
 
     place: int | None = None
 
-    def sum(self, buffer: Tensor) -> Tensor:
+    def sum(self, buffer: Tensor, *, count: Count) -> Tensor:  # noqa: ARG002
         if self.place is not None:
             buffer[self.place] = math.inf
         return buffer
@@ -386,7 +387,7 @@ def test_a_sum_that_is_not_finite_touches_nothing(name: str) -> None:
     assert replica.fingerprint == anchor
     if name == "ddp":
         assert largest_difference(own, weights(replica)) == 0.0
-    world.place = replica.layout.size  # the first of the buffers
+    world.place = replica.exchanger.layout.size  # the first of the buffers
     backward(replica, next(batches(0)))
     with pytest.raises(GaveUpError, match="the changes of a buffer are finite on every rank, but their sum is not"):
         replica.step()
@@ -542,10 +543,10 @@ def test_words_of_others_are_one_printable_line() -> None:
 
 
 def test_reasons_and_introductions_of_peers_are_printable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from overtone.exchange import agreement
-    from overtone.exchange.message import Header, Kind, Letter
+    from overtone.exchange.consensus import _read_dispute
+    from overtone.exchange.description import compare_descriptions
+    from overtone.exchange.message import Header, Kind, Message
     from overtone.exchange.parameters import Parameters
-    from overtone.exchange.patterns import _read_dispute
 
     evil = "\x1b]0;owned\x07\nrank 0: all is well"
     for name in ("decoupled", "diloco"):
@@ -556,12 +557,12 @@ def test_reasons_and_introductions_of_peers_are_printable(monkeypatch: pytest.Mo
                 play(cluster, 3)
         assert str(caught.value).isprintable()
     with pytest.raises(OvertoneError) as refused:
-        agreement.compare_introductions({0: b'{"a": 1}', 1: b'{"a": "\\u001b[2J", "\\u001b": "\\n"}'})
+        compare_descriptions({0: b'{"a": 1}', 1: b'{"a": "\\u001b[2J", "\\u001b": "\\n"}'})
     assert str(refused.value).isprintable()
     header = Header(Kind.DISPUTE, 0, 0, 0, bytes(8), bytes(8), bytes(8), bytes(8))
-    dispute = _read_dispute(Letter(header, b'{"marks": {"0": "\\u001b"}, "refused": {"1": "\\u001b[2J"}}', b""))
+    dispute = _read_dispute(Message(header, b'{"marks": {"0": "\\u001b"}, "refused": {"1": "\\u001b[2J"}}', b""))
     assert dispute.refused[1].isprintable()
-    assert dispute.marks[0].isprintable()
+    assert dispute.seals[0].isprintable()
 
 
 def test_the_gradient_that_nobody_has_stays_none() -> None:
@@ -583,7 +584,7 @@ def test_a_step_that_one_scaler_skips_is_skipped_without_one_too() -> None:
     scaler.scale(torch.ones(()))
     cluster.replicas[0].local_step()
     cluster.replicas[1].local_step(scaler=scaler)
-    cluster._converse({replica.transport.rank: replica.rounding() for replica in cluster.replicas})
+    cluster.run_exchanges({replica.transport.rank: replica.rounding() for replica in cluster.replicas}, "rounds")
     for replica, own in zip(cluster.replicas, before, strict=True):
         mine = {name: tensor for name, tensor in weights(replica).items() if "norm" not in name}
         assert largest_difference(mine, {name: own[name] for name in mine}) == 0.0

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overtone.exchange.patterns import _unanimous, _votes
+from overtone.exchange.summed import _unanimous, _votes
 
 
 @given(st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=40))

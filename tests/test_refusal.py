@@ -17,7 +17,9 @@ import worlds
 from overtone import Replica
 from overtone.errors import MismatchError, PeerError
 from overtone.exchange.message import HEADER_BYTES, MAGIC, Kind, Seal
-from overtone.transport import Torch
+from overtone.ledger import Count
+from overtone.transport import run_exchange
+from overtone.world.process_group import Torch
 from scenario import METHODS, backward, batches, build, weights
 
 LIAR = 1
@@ -32,8 +34,8 @@ class Tampered(Torch):
         self.spoil = spoil
         self.at_round = at_round
 
-    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
-        heard = super().gather(message, most=most)
+    def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
+        heard = super().gather(message, most=most, count=count)
         said = heard[LIAR]
         is_round = said[:4] == MAGIC and said[5] & 0x7F in (Kind.ROUND, Kind.ABSTAIN, Kind.FAILURE)
         if self.spoil is not None and is_round and int.from_bytes(said[8:12], "little") == self.at_round:
@@ -103,7 +105,7 @@ def test_every_rank_refuses_alike_and_names_the_sender(tmp_path: Path) -> None:
     for name, refused in {
         "all others": "round 1: the message of rank 1 was refused by rank 0: checksum",
         "one of them": "round 1: the message of rank 1 was refused by rank 2: checksum",
-        "two tongues": "round 1: the message of rank 1 was refused because not every rank heard the same",
+        "two tongues": "round 1: the message of rank 1 was refused because not every rank received the same",
         "header of a sum": "round 1: the message of rank 1 was refused by rank 2: checksum",
         "header of a failure": "round 1: the message of rank 1 was refused by rank 2: checksum",
         "gradients": "round 1: the message of rank 1 was refused by rank 2: checksum",
@@ -119,8 +121,8 @@ def damaged_greetings() -> dict[str, str]:
     class Deafened(Torch):
         due = 0
 
-        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
-            heard = super().gather(message, most=most)
+        def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
+            heard = super().gather(message, most=most, count=count)
             if heard[LIAR][:4] == MAGIC and heard[LIAR][5] == Kind.GREETING:
                 self.due -= 1
                 heard[LIAR] = flip(heard[LIAR]) if self.due == 0 and rank == 2 else heard[LIAR]
@@ -143,7 +145,7 @@ def test_a_greeting_damaged_on_one_link_ends_on_all(tmp_path: Path) -> None:
     for result in found:
         assert "value" in result, result
         for told in result["value"].values():
-            assert told.startswith("round 0: the greeting of rank 1 was refused by rank 2: checksum"), told
+            assert told.startswith("round 0: the handshake of rank 1 was refused by rank 2: checksum"), told
 
 
 def leaving_out() -> dict[str, object]:
@@ -152,7 +154,7 @@ def leaving_out() -> dict[str, object]:
     replica = Replica(*build(rank), METHODS["decoupled"], Tampered(spoil), refused="leave out")
     owed = []
     for _ in range(3):
-        before = replica.state["residual"].clone()
+        before = replica.state.tensors["residual"].clone()
         (record,) = train(replica, replica.method.every or 1)
         owed.append((float(before.norm()), record))
     replica.finish()
@@ -232,7 +234,7 @@ def test_a_key_keeps_strangers_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert "value" in result, result
         told = result["value"]
         assert told["other key"].startswith(
-            f"round 0: the greeting of rank {1 - rank} was refused: HMAC: does not match"
+            f"round 0: the handshake of rank {1 - rank} was refused: HMAC: does not match"
         )
         assert "has none; set OVERTONE_KEY to the same on every replica" in told["no key"]
     assert found[0]["value"]["the same key"] == found[1]["value"]["the same key"]
@@ -245,7 +247,7 @@ def test_a_message_of_an_earlier_round_or_run_is_refused() -> None:
         said: list[bytes]
         replay: bytes | None = None
 
-        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
+        def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:  # noqa: ARG002
             if most is not None:
                 self.said = [*getattr(self, "said", []), message]
             return [message if self.replay is None or most is None else self.replay]
@@ -267,12 +269,12 @@ def test_a_message_of_an_earlier_round_or_run_is_refused() -> None:
             hold_round(replicas[0])
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(replicas[0]).items())
         worlds_apart[0].replay = None
-        replicas[0].signal.begin()
+        replicas[0].exchanger.signal.begin()
 
 
 def hold_round(replica: Replica) -> None:
     """A round without a local step before it, so that any change of a weight is the round's."""
-    overtone.exchange.hold(replica.rounding(), replica.transport)
+    run_exchange(replica.rounding(), replica.transport)
 
 
 def overflows() -> dict[str, str]:
@@ -311,7 +313,7 @@ def giants() -> str:
             sizes = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
             dist.all_gather(sizes, torch.tensor([1 << 62]))
             return "announced"
-        transport.gather(b"x" * 10, most=1000)
+        transport.gather(b"x" * 10, most=1000, count=Count())
         return "no error"
     except PeerError as error:
         return str(error)
@@ -327,8 +329,8 @@ def deaf() -> dict[str, str]:
     rank = dist.get_rank()
 
     class Deaf(Torch):
-        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
-            heard = super().gather(message, most=most)
+        def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
+            heard = super().gather(message, most=most, count=count)
             if rank == 2 and message[5:6] == bytes([Kind.ROUND]) and message[:4] == MAGIC:
                 return [m if r == rank else flip(m) for r, m in enumerate(heard)]
             return heard

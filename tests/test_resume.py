@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from overtone.errors import CheckpointError
 from overtone.runs import log as runlog
 from overtone.runs.checkpoint import format, index
-from overtone.tasks.sharding import Dealt, Deck
+from overtone.tasks.sharding import Sampler, ShardedFeed
 from running import Cold, Moment, Torchrun, Trial, Warm, after, assert_equal, assert_same, before, running, wait_until
 
 STEPS, EVERY, SAVE, VALIDATE = 24, 4, 3, 5  # checkpoints fall inside rounds, validations beside both
@@ -92,10 +92,10 @@ CHAINS = {
     "before there is a checkpoint": [
         before("runs.session:Session._agree", fresh=True),
         after("runs.directory:claim", rank=0, fresh=True),
-        before("transport:Torch.broadcast", rank=1, fresh=True),
-        after("exchange.agreement:compare_initial_weights", fresh=True),
+        before("world.process_group:Torch.broadcast", rank=1, fresh=True),
+        after("exchange.handshake:compare_initial_weights", fresh=True),
         after("runs.session:Session._say_start", fresh=True),
-        after("tasks.sharding:Dealt.next", rank=1, count=2, fresh=True),
+        after("tasks.sharding:ShardedFeed.next", rank=1, count=2, fresh=True),
         before("runs.checkpoint.format:write", match="*step-00000003/*", fresh=True),
         Moment(SAVE_FILE, "half", rank=1, until=(file(3, 0),), fresh=True),
         Moment(SAVE_FILE, "after", until=(file(3, 1),), fresh=True),
@@ -110,26 +110,26 @@ CHAINS = {
         before("runs.directory:write_config"),
         Moment("overtone.runs.log:RunLog.write", "torn"),
         after("exchange.inner_step:InnerStep.take", rank=1, count=2),
-        after("tasks.sharding:Dealt.next", rank=1, count=5, until=saved(6)),
+        after("tasks.sharding:ShardedFeed.next", rank=1, count=5, until=saved(6)),
         Moment("overtone.runs.log:RunLog.write", "torn", count=4),
         before("runs.session:measure", rank=1, step=10, until=saved(9)),
         after("runs.session:measure", step=10),
         after("runs.session:Session._evaluated", rank=1, step=15, until=saved(12)),
     ],
     "inside a round": [
-        before("replica:Replica._propose", step=4, until=saved(3)),
-        after("exchange.work:Work.encode", rank=1, step=4),
-        after("replica:Replica._propose", rank=0, step=4),
-        before("exchange.steps:Gather.carry", rank=1, step=4, count=1),
-        after("exchange.steps:Gather.carry", rank=0, step=4, count=1),
-        after("exchange.steps:Gather.carry", rank=1, step=4, count=2),
-        after("replica:Replica._verify", rank=0, step=8, until=saved(6)),
-        before("replica:Replica._absorb", rank=1, step=8),
+        before("exchange.round:Exchanger.start", step=4, until=saved(3)),
+        after("exchange.round:SlabWork.encode", rank=1, step=4),
+        after("exchange.round:Exchanger.start", rank=0, step=4),
+        before("transport:Gather.carry", rank=1, step=4, count=1),
+        after("transport:Gather.carry", rank=0, step=4, count=1),
+        after("transport:Gather.carry", rank=1, step=4, count=2),
+        after("exchange.round:compare_anchors", rank=0, step=8, until=saved(6)),
+        before("exchange.round:Exchanger._absorb", rank=1, step=8),
         after("rules:Outer.absorb", rank=0, step=8),
         after("coding.layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
-        after("exchange.work:Work.absorb", rank=0, step=12),
-        after("replica:Replica._absorb", rank=1, step=12),
-        after("replica:Replica._recorded", rank=0, step=12),
+        after("exchange.round:SlabWork.absorb", rank=0, step=12),
+        after("exchange.round:Exchanger._absorb", rank=1, step=12),
+        after("exchange.round:Exchanger._record", rank=0, step=12),
         after("replica:Replica.step", rank=1, step=16, until=saved(15)),
     ],
     "inside a checkpoint": [
@@ -151,7 +151,7 @@ CHAINS = {
         before("replica:Replica.finish", rank=1),
         before("rules:Outer.close"),
         before("methods:Method.draining", rank=1, count=1),
-        after("replica:Replica._absorb", rank=0, step=24, count=2),
+        after("exchange.round:Exchanger._absorb", rank=0, step=24, count=2),
         before("methods:Method.draining", rank=1, count=2),
         after("replica:Replica.show", rank=0),
         before("runs.session:Session._save", rank=0, step=24),
@@ -227,8 +227,8 @@ METHODS = {
     "sparse_loco": ("--method", "sparse_loco", "--every", "4", "--skew", "0.5", "--accumulate", "2"),
 }
 MOMENTS = [
-    after("replica:Replica._propose", rank=1, step=4, until=saved(3)),
-    after("replica:Replica._verify", rank=0, step=8, until=saved(6)),
+    after("exchange.round:Exchanger.start", rank=1, step=4, until=saved(3)),
+    after("exchange.round:compare_anchors", rank=0, step=8, until=saved(6)),
     Moment(SAVE_FILE, "half", rank=1, until=(file(9, 0),)),
     after("coding.layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
     before("runs.session:measure", rank=0, step=20, until=saved(18)),
@@ -281,7 +281,7 @@ def test_a_run_of_one_replica_goes_on_bit_for_bit(warm: Warm, flags: tuple[str, 
     wanted = Trial(warm, tmp_path / "unbroken", (*flags, "--every", "4"), replicas=1).finished()
     trial = wanted.on(folder=tmp_path / "run")
     for moment in (
-        after("replica:Replica._propose", step=4, until=saved(3, 1), does="kill myself"),
+        after("exchange.round:Exchanger.start", step=4, until=saved(3, 1), does="kill myself"),
         Moment(SAVE_FILE, "half", count=2, does="kill myself"),
         Moment("pathlib:Path.unlink", "after", match="*/replica-0-of-1.safetensors", does="kill myself"),
     ):
@@ -316,7 +316,7 @@ def test_a_launcher_killed_while_replicas_still_load(trial: Trial) -> None:
 
 def test_killed_in_the_middle_of_the_very_first_line_of_the_log(trial: Trial, unbroken: Trial) -> None:
     trial.stopped_at(Moment("overtone.runs.log:RunLog.write", "torn", fresh=True))
-    trial.stopped_at(after("tasks.sharding:Dealt.next", rank=1, count=2, fresh=True))
+    trial.stopped_at(after("tasks.sharding:ShardedFeed.next", rank=1, count=2, fresh=True))
     assert_same(trial.finished(), unbroken)
 
 
@@ -361,7 +361,7 @@ def test_asked_to_stop_it_saves_first(trial: Trial, unbroken: Trial) -> None:
     for moment, first, name in (
         (before(loss, rank=1, step=1, does="interrupt launcher"), 2, "SIGINT"),
         (after("runs.session:measure", step=10, does="terminate launcher"), 10, "SIGTERM"),
-        (after("replica:Replica._propose", rank=1, step=16, does="terminate launcher"), 16, "SIGTERM"),
+        (after("exchange.round:Exchanger.start", rank=1, step=16, does="terminate launcher"), 16, "SIGTERM"),
     ):
         ended = attentive.stopped_at(moment)
         assert ended.status == 128 + signal.Signals[name], ended
@@ -520,9 +520,9 @@ def test_killed_after_the_number_changed_it_changes_again_alike(trial: Trial, tm
     other.finished()
     for moment in (
         after("runs.checkpoint.writer:Saver.forget_after", rank=1),
-        after("replica:Replica._absorb", rank=1, step=8),
+        after("exchange.round:Exchanger._absorb", rank=1, step=8),
         before("runs.checkpoint.format:write", rank=1, match="*step-00000009/*", until=(file(9, 0),)),
-        after("replica:Replica._absorb", rank=1, step=12, until=saved(9)),
+        after("exchange.round:Exchanger._absorb", rank=1, step=12, until=saved(9)),
     ):
         trial.stopped_at(moment)
     assert_same(trial.finished(), other)
@@ -549,7 +549,7 @@ def test_another_number_of_replicas_without_consensus(change: tuple[int, int], r
 
 
 class Numbers:
-    """Samples that are their own numbers, and what the dice of the augmentation say."""
+    """Samples that are their own numbers, and a number from the generator for augmentation."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -557,49 +557,49 @@ class Numbers:
     def __len__(self) -> int:
         return self.size
 
-    def batch(self, rows: torch.Tensor, dice: torch.Generator | None) -> tuple[list[int], float]:
-        return rows.tolist(), float(torch.rand((), generator=dice))
+    def batch(self, rows: torch.Tensor, generator: torch.Generator | None) -> tuple[list[int], float]:
+        return rows.tolist(), float(torch.rand((), generator=generator))
 
 
-def feeds(deck: Deck, replicas: int, batch: int, states: list[dict[str, Any]] | None = None) -> list[Dealt]:
-    made = [Dealt(Numbers(deck.size), deck, rank, replicas, batch=batch) for rank in range(replicas)]
+def feeds(sampler: Sampler, replicas: int, batch: int, states: list[dict[str, Any]] | None = None) -> list[ShardedFeed]:
+    made = [ShardedFeed(Numbers(sampler.size), sampler, rank, replicas, batch=batch) for rank in range(replicas)]
     for rank, feed in enumerate(made):
         if states:
             feed.load_state_dict(json.loads(json.dumps(states[rank % len(states)])))
     return made
 
 
-decks = st.builds(
-    lambda size, kinds, seed, skew: Deck(size, torch.arange(size) * 7 % kinds, seed=seed, skew=skew, name="deck"),
+samplers = st.builds(
+    lambda size, kinds, seed, skew: Sampler(size, torch.arange(size) * 7 % kinds, seed=seed, skew=skew, name="sampler"),
     st.integers(30, 120), st.integers(1, 9), st.integers(0, 2**40 - 1), st.sampled_from([0.0, 0.5, 1.0]),
 )  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
-@given(decks, st.integers(1, 6), st.integers(1, 5))
-def test_shards_are_disjoint_complete_and_the_same_again(deck: Deck, replicas: int, batch: int) -> None:
-    everything = torch.arange(deck.size)
-    shards = deck.shards(everything, replicas)
+@given(samplers, st.integers(1, 6), st.integers(1, 5))
+def test_shards_are_disjoint_complete_and_the_same_again(sampler: Sampler, replicas: int, batch: int) -> None:
+    everything = torch.arange(sampler.size)
+    shards = sampler.shards(everything, replicas)
     assert torch.equal(torch.cat(shards).sort().values, everything)
     lengths = [len(shard) for shard in shards]
-    assert max(lengths) - min(lengths) <= 1 + (0 < deck.skew < 1)
+    assert max(lengths) - min(lengths) <= 1
     for epoch in range(2):
-        seen = [row for feed in feeds_at(deck, replicas, batch, epoch) for row in rows_of_epoch(feed)]
+        seen = [row for feed in feeds_at(sampler, replicas, batch, epoch) for row in rows_of_epoch(feed)]
         assert len(seen) == len(set(seen))
-        assert deck.size - len(seen) < replicas * (batch + 2)
-    again = Deck(deck.size, deck.keys, seed=deck.seed, skew=deck.skew, name="deck")
+        assert sampler.size - len(seen) < replicas * (batch + 2)
+    again = Sampler(sampler.size, sampler.keys, seed=sampler.seed, skew=sampler.skew, name="sampler")
     assert all(torch.equal(a, b) for a, b in zip(shards, again.shards(everything, replicas), strict=True))
-    if deck.skew == 1:
-        keys = [deck.keys[shard] for shard in shards]
+    if sampler.skew == 1:
+        keys = [sampler.keys[shard] for shard in shards]
         assert all(a.max() <= b.min() for a, b in pairwise(keys))
 
 
-def feeds_at(deck: Deck, replicas: int, batch: int, epoch: int) -> list[Dealt]:
+def feeds_at(sampler: Sampler, replicas: int, batch: int, epoch: int) -> list[ShardedFeed]:
     start = {"epoch": epoch, "taken": 0, "cuts": [], "replicas": replicas}
-    return feeds(deck, replicas, batch, [start])
+    return feeds(sampler, replicas, batch, [start])
 
 
-def rows_of_epoch(feed: Dealt) -> list[int]:
+def rows_of_epoch(feed: ShardedFeed) -> list[int]:
     found, epoch = [], feed.position.epoch
     while True:
         rows, _ = feed.next()
@@ -609,28 +609,30 @@ def rows_of_epoch(feed: Dealt) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(decks, st.integers(1, 4), st.integers(1, 5), st.integers(0, 60), st.integers(1, 12))
-def test_a_feed_goes_on_exactly_from_any_position(deck: Deck, replicas: int, batch: int, done: int, more: int) -> None:
-    straight = feeds(deck, replicas, batch)
+@given(samplers, st.integers(1, 4), st.integers(1, 5), st.integers(0, 60), st.integers(1, 12))
+def test_a_feed_goes_on_exactly_from_any_position(
+    sampler: Sampler, replicas: int, batch: int, done: int, more: int
+) -> None:
+    straight = feeds(sampler, replicas, batch)
     for feed in straight:
         for _ in range(done):
             feed.next()
-    resumed = feeds(deck, replicas, batch, [feed.state_dict() for feed in straight])
+    resumed = feeds(sampler, replicas, batch, [feed.state_dict() for feed in straight])
     for one, other in zip(straight, resumed, strict=True):
         assert [one.next() for _ in range(more)] == [other.next() for _ in range(more)]
         assert one.state_dict() == other.state_dict()
 
 
 @settings(max_examples=100, deadline=None)
-@given(decks, st.integers(1, 3), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=2, max_size=5))
+@given(samplers, st.integers(1, 3), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=2, max_size=5))
 def test_an_epoch_shows_each_sample_once_however_often_the_number_changes(
-    deck: Deck, batch: int, stages: list[tuple[int, int]]
+    sampler: Sampler, batch: int, stages: list[tuple[int, int]]
 ) -> None:
     """Only what does not fill everybody's last batch is left out, as without a change."""
     seen: list[int] = []
     states: list[dict[str, Any]] = []
     for replicas, turns in stages:
-        crew = feeds(deck, replicas, batch, states)
+        crew = feeds(sampler, replicas, batch, states)
         for _ in range(turns):
             if any(feed.position.taken + batch > feed._length for feed in crew):
                 break  # the epoch is over
@@ -642,20 +644,20 @@ def test_an_epoch_shows_each_sample_once_however_often_the_number_changes(
     rest = [row for feed in crew for row in rows_left(feed)]
     assert not set(rest) & set(seen)
     assert len(rest) == len(set(rest))
-    assert len(rest) + len(seen) > deck.size - len(crew) * (batch + 2)
+    assert len(rest) + len(seen) > sampler.size - len(crew) * (batch + 2)
     # In the next epoch it is as if nothing had changed.
-    assert rows_of_epoch(feeds_at(deck, len(crew), batch, 1)[0]) == rows_of_epoch(next_epoch(crew[0]))
+    assert rows_of_epoch(feeds_at(sampler, len(crew), batch, 1)[0]) == rows_of_epoch(next_epoch(crew[0]))
 
 
-def rows_left(feed: Dealt) -> list[int]:
+def rows_left(feed: ShardedFeed) -> list[int]:
     rows = feed._order[feed.position.taken : feed._length].tolist()
     return rows[: len(rows) // feed.batch * feed.batch]
 
 
-def next_epoch(feed: Dealt) -> Dealt:
+def next_epoch(feed: ShardedFeed) -> ShardedFeed:
     while feed.position.epoch == 0:
         feed.next()
-    return feeds(feed.deck, feed.replicas, feed.batch, [{**feed.state_dict(), "taken": 0}])[0]
+    return feeds(feed.sampler, feed.replicas, feed.batch, [{**feed.state_dict(), "taken": 0}])[0]
 
 
 # -- damaged checkpoints ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from overtone.runs.checkpoint.format import blend, write
 from overtone.runs.checkpoint.index import Mark, complete, file_of, newest_common
 from overtone.runs.checkpoint.tree import apart
 from overtone.runs.checkpoint.writer import Saver
-from overtone.tasks.sharding import Dealt, Deck
+from overtone.tasks.sharding import Sampler, ShardedFeed
 from overtone.tasks.task import Tensors
 
 
@@ -79,9 +79,9 @@ def test_only_what_replicas_hold_is_folded(tmp_path: Path) -> None:
 def test_nobody_s_shard_is_too_small_for_the_batch_that_is_promised(skew: float) -> None:
     for size in range(4, 60):
         for replicas in range(1, 9):
-            deck = Deck(size, None, seed=size, skew=skew, name="x")
-            lengths = [len(shard) for shard in deck.shards(torch.arange(size), replicas)]
+            sampler = Sampler(size, None, seed=size, skew=skew, name="x")
+            lengths = [len(shard) for shard in sampler.shards(torch.arange(size), replicas)]
             assert sum(lengths) == size
             assert max(lengths) - min(lengths) <= 1
             if batch := size // replicas:
-                Dealt(Tensors(torch.arange(size)), deck, replicas - 1, replicas, batch=batch).next()
+                ShardedFeed(Tensors(torch.arange(size)), sampler, replicas - 1, replicas, batch=batch).next()

@@ -217,8 +217,8 @@ def test_the_memory_of_a_dry_run_is_the_replica_s_own() -> None:
         replica = Replica(model, inner, row())
         model(torch.randn(3, 80)).sum().backward()
         inner.step()
-        tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *replica.state.values()]
-        tensors += replica.signal.state()
+        tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *replica.state.tensors.values()]
+        tensors += replica.exchanger.signal.state()
         tensors += [t for state in inner.state.values() for name, t in state.items() if name != "step"]
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         assert plan.memory(row(), shapes, "adamw") == sum(4 * t.numel() for t in tensors if t is not None)

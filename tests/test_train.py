@@ -319,7 +319,7 @@ FORGED: dict[str, Any] = {
     "replica.ledger": [3, None, "x", {"rounds": 3}, {"rounds": ["x"] * 4}, {"other": [1, 2, 3, 4]}],
     "replica.counts": [3, None, {}, {"steps": -3, "rounds": 0, "steps_at_round": 0}],
     "replica.state": [3, None, {}],
-    "replica.about": [3, None, "x"],
+    "replica.description": [3, None, "x"],
 }
 
 

@@ -17,9 +17,10 @@ import overtone
 from overtone.codec import TopK
 from overtone.coding import fingerprint
 from overtone.coding.kernels import in_numba, in_torch
-from overtone.exchange import agreement
 from overtone.exchange import message as wire
 from overtone.exchange.buffers import Buffers
+from overtone.exchange.consensus import digest
+from overtone.exchange.description import describe, schema_of
 from overtone.exchange.message import Expected, Header, Kind, Seal
 from whole import decode_all, encode_all
 
@@ -107,7 +108,7 @@ def fingerprint_vectors() -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     model[0].weight.requires_grad_(False)
     buffers = Buffers(model, "shared")
-    about = agreement.introduction(overtone.decoupled(), dict(model.named_parameters()), buffers, "raise")
+    about = describe(overtone.decoupled(), dict(model.named_parameters()), buffers, "raise")
     about["overtone"] = "0.0.0"
     marks = {"0": "0a0b0c0d", "1": "", "10": "01020304"}
     parts = [b"\x01run-id\xff", (258).to_bytes(4, "little"), json.dumps(marks).encode()]
@@ -116,14 +117,14 @@ def fingerprint_vectors() -> dict[str, Any]:
             {"tensors": one, "fingerprint": fingerprint.of_tensors(made).hex()}
             for one, made in zip(lists, tensors, strict=True)
         ],
-        "introduction": {"json": json.dumps(about), "schema": agreement.schema_of(about).hex()},
+        "introduction": {"json": json.dumps(about), "schema": schema_of(about).hex()},
         "verdict": {
             "run": parts[0].hex(),
             "round": 258,
             "marks": marks,
-            "plain": Seal().digest(parts).hex(),
+            "plain": digest(Seal(), *parts).hex(),
             "key": b"a key".hex(),
-            "keyed": Seal(b"a key").digest(parts).hex(),
+            "keyed": digest(Seal(b"a key"), *parts).hex(),
         },
     }
 

@@ -17,15 +17,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import overtone
 import worlds
-from overtone import Replica, transport
+from overtone import Replica
 from overtone.errors import MethodError, PeerError, ReplicaError
+from overtone.ledger import Count
 from overtone.runs import log
 from overtone.runs.launch import supervisor
-from overtone.transport import Torch
+from overtone.transport import run_exchange
 from overtone.world import watchdog
 from overtone.world.board import Board
+from overtone.world.process_group import Torch
 from overtone.world.watchdog import LEAST, ROUNDS, SLOWEST, Watchdog
 from running import SUPPORT, Cold, Moment, Trial, before, running, surroundings, wait_until
 from scenario import METHODS, backward, batches, build
@@ -44,17 +45,17 @@ def freeze() -> None:
 class Freezing(Torch):
     """Stops before the verdict of a round."""
 
-    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:
+    def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
         if most is None:
             freeze()
-        return super().gather(message, most=most)
+        return super().gather(message, most=most, count=count)
 
 
 def train_a_round(replica: Replica) -> None:
     for batch, _ in zip(batches(dist.get_rank()), range(replica.method.every or 1), strict=False):
         backward(replica, batch)
         replica.local_step()
-    overtone.exchange.hold(replica.rounding(), replica.transport)
+    run_exchange(replica.rounding(), replica.transport)
 
 
 def freezing(moment: str) -> dict[str, object]:
@@ -158,9 +159,9 @@ class Work:
 
 
 def test_what_ends_just_after_a_slice_has_not_failed() -> None:
-    assert transport._is_done(Work(), 0.1)
+    assert watchdog.is_done(Work(), 0.1)
     with pytest.raises(RuntimeError, match="closed by peer"):
-        transport._is_done(Work("closed by peer"), 0.1)
+        watchdog.is_done(Work("closed by peer"), 0.1)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "a", True, 1e9])

@@ -43,24 +43,26 @@ from overtone.version import __version__
 # The names below need torch, which takes seconds to import. They are imported when somebody asks for them, so that
 # `overtone --help` and `overtone --version` answer at once. Type checkers read the imports, Python reads the table.
 if TYPE_CHECKING:
-    from overtone.ledger import Ledger, Round
+    from overtone.ledger import Count, Ledger, Round
     from overtone.methods import METHODS, Method, alone, ddp, decoupled, demo, diloco, local_sgd, published, sparse_loco
     from overtone.replica import Replica
     from overtone.sim.cluster import Cluster
     from overtone.sim.network import Absence, Link
-    from overtone.transport import Solo, Torch
+    from overtone.transport import Solo
     from overtone.world.join import connect
+    from overtone.world.process_group import Torch
 else:
     _NAMES_OF = {
-        "ledger": ("Ledger", "Round"),
+        "ledger": ("Count", "Ledger", "Round"),
         "methods": (
             "METHODS", "Method", "alone", "ddp", "decoupled", "demo", "diloco", "local_sgd", "published", "sparse_loco",
         ),
         "replica": ("Replica",),
         "sim.cluster": ("Cluster",),
         "sim.network": ("Absence", "Link"),
-        "transport": ("Solo", "Torch"),
+        "transport": ("Solo",),
         "world.join": ("connect",),
+        "world.process_group": ("Torch",),
     }  # fmt: skip
     _MODULE_OF = {name: f"overtone.{module}" for module, names in _NAMES_OF.items() for name in names}
     # `import overtone` alone is enough to reach these modules, such as `overtone.rules.Outer`.
@@ -87,6 +89,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "ConfigError",
+    "Count",
     "DamagedLogWarning",
     "EnvironmentVariableError",
     "FileNameError",

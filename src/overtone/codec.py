@@ -1,5 +1,5 @@
 """From the coefficients of a slab to a block of bytes and back. A codec may lose information, and says exactly what it
-lost: the part that `encode` returns as sent is, to the bit, what every receiver decodes.
+lost: the values that `encode` returns as sent are, to the bit, what every receiver decodes.
 
 Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -15,24 +16,41 @@ from torch import Tensor
 
 from overtone.coding import dct
 from overtone.coding.bits import Reader, field_bytes, tensor_bytes
+from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, in_torch
 from overtone.coding.kernels.in_torch import grid, largest_step
-from overtone.coding.layout import Layout, Slab
+from overtone.coding.layout import Layout
 from overtone.errors import MethodError, NotFiniteError, WireError
 
 BITS = (1, 2, 4, 8, 16, 32)
+MOST_BF16 = torch.finfo(torch.bfloat16).max  # a larger value is sent as this one; the rest stays in the residual
 FULL_CHUNK = 64 * 64  # `keep` counts coefficients per chunk of this area; other chunks keep in proportion
-MOST_CHUNK = 1024  # sums over larger chunks would not be exact any more (loops.quantize)
+MOST_CHUNK = 1024  # sums over larger chunks would not be exact any more (kernels.quantize)
+
+
+class Payload(Enum):
+    """The kind of payload that a codec makes, and so the pattern that its messages can follow."""
+
+    BYTES = "bytes"  # to be gathered: everybody reads everybody's
+    NUMBERS = "numbers"  # plain fp32 values, which the network may sum on the way
 
 
 @dataclass(frozen=True)
-class Part:
+class Block:
+    """The payload of one slab. ``numbers`` are those of a codec whose payload can be summed."""
+
+    packed: bytes = b""
+    numbers: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Decoded:
     """What one payload contributes to a slab: values (c, k) and where in its chunk each belongs; None is «all, in
     order»."""
 
     index: Tensor | None  # (c, k) int64, ascending
     values: Tensor  # (c, k) float32
-    loops: Kernels = in_torch
+    kernels: Kernels = in_torch
 
     def add_to(self, here: Tensor, scale: float = 1.0) -> None:
         """here += scale · self. Two elementwise operations in a fixed order, so the result is the same everywhere."""
@@ -40,66 +58,84 @@ class Part:
         if self.index is None:
             here.add_(values.to(here.device))
         else:
-            self.loops.add(here, self.index, values)
-
-    def over(self, divisor: Tensor) -> Part:
-        return replace(self, values=self.values / divisor.to(self.values.device))
-
-    def ones(self) -> Part:
-        """1 wherever this part has a value."""
-        return replace(self, values=torch.ones_like(self.values))
+            self.kernels.add(here, self.index, values)
 
 
 Values = Callable[[], Tensor]
-Block = bytes | Tensor  # of one slab: bytes to gather, or numbers to sum
 
 
 class Codec(Protocol):
-    """Frozen numbers and four verbs. A payload is the blocks of all slabs in the layout's order."""
+    """Frozen numbers and a few verbs. A payload is the blocks of all slabs in the layout's order."""
 
     @property
     def lossless(self) -> bool: ...
 
     @property
-    def reduces(self) -> bool:
-        """True: blocks are plain numbers that the network may sum on the way (all-reduce)."""
+    def payload(self) -> Payload: ...
+
+    @property
+    def whole(self) -> Codec | None:
+        """The codec of the draining messages: every coefficient at one bit. None if this codec leaves nothing over."""
         ...
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout: ...
 
-    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = in_torch) -> tuple[Block, Part]:
+    def kept(self, slab: Slab) -> int:
+        """How many values of each chunk of the slab are sent."""
+        ...
+
+    def width(self, slab: Slab) -> int:
+        """Bits of each value that is sent of the slab."""
+        ...
+
+    def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:
         """The block of a slab's coefficients (c, a), and what receivers will decode from it."""
         ...
 
-    def decode(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> Part:
-        """The part whose block comes next. Raises `WireError`; whatever the bytes, time and memory are bounded."""
+    def decode(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> Decoded:
+        """What the next block says. Raises `WireError`; whatever the bytes, time and memory are bounded."""
         ...
 
-    def check(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> None:
+    def check(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> None:
         """Go past the next block; raises exactly if `decode` would."""
+        ...
+
+    def decode_own(self, block: Block, slab: Slab, kernels: Kernels = in_torch) -> Decoded:
+        """What receivers decode from a block that `encode` made."""
         ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Every value, exact, in fp32: the honest no-op. Blocks are plain numbers, so they can be summed on the way."""
+    """Every value, exact, in fp32: the honest no-op. Blocks are plain numbers, so they can be summed on the way; they
+    can be gathered as well."""
 
     lossless = True
-    reduces = True
+    payload = Payload.NUMBERS
+    whole = None
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
         return Layout.flat(shapes)
 
-    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = in_torch) -> tuple[Block, Part]:  # noqa: ARG002
+    def kept(self, slab: Slab) -> int:
+        return slab.area
+
+    def width(self, slab: Slab) -> int:  # noqa: ARG002
+        return 32
+
+    def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:  # noqa: ARG002
         sent = coeffs.clone()
-        return sent, Part(None, sent)
+        return Block(numbers=sent), Decoded(None, sent)
 
-    def decode(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> Part:  # noqa: ARG002
-        values = reader.tensor(slab.size, torch.float32, "values").view(slab.chunks, slab.area)
-        return Part(None, _finite(values, "values"))
+    def decode(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> Decoded:  # noqa: ARG002
+        return Decoded(None, reader.finite(slab.size, torch.float32, "values").view(slab.chunks, slab.area))
 
-    def check(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> None:
-        self.decode(reader, slab, loops)
+    def check(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> None:
+        self.decode(reader, slab, kernels)
+
+    def decode_own(self, block: Block, slab: Slab, kernels: Kernels = in_torch) -> Decoded:  # noqa: ARG002
+        assert block.numbers is not None, "a block of another codec"
+        return Decoded(None, block.numbers)
 
 
 @dataclass(frozen=True)
@@ -117,7 +153,7 @@ class TopK:
     transform: str = "dct"
     plain_below: int = 1024
 
-    reduces = False
+    payload = Payload.BYTES
 
     def __post_init__(self) -> None:
         for name in ("keep", "bits", "chunk", "plain_below"):
@@ -157,76 +193,88 @@ class TopK:
         """Bits per value of the slab."""
         return max(self.bits, 16) if slab.plain else self.bits
 
-    def encode(self, coeffs: Tensor, slab: Slab, loops: Kernels = in_torch) -> tuple[Block, Part]:
-        k = self.kept(slab)
-        if k == slab.area:
-            index, chosen = None, coeffs
-        else:
-            index = loops.select(coeffs, k)
-            chosen = coeffs.gather(1, index)
-        # NaN and infinity are the strongest of all, so they are among the chosen.
-        if not bool(torch.isfinite(chosen.sum())):
-            _name_not_finite(coeffs, slab)
-        data, values = encode_values(chosen, self.width(slab), loops)
-        if index is not None:
-            data = loops.pack_positions(index, slab.area) + data
-        return data, Part(index, values, loops)
+    def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:
+        k, width = self.kept(slab), self.width(slab)
+        try:
+            data, values, index = encode_values(coeffs, width, kernels, k)
+        except NotFiniteError:
+            bad = (~torch.isfinite(coeffs)).nonzero()
+            chunk, position = bad[0].tolist()
+            raise NotFiniteError(slab.tensor_of(chunk, position)) from None
+        return Block(data), Decoded(index, values, kernels)
 
-    def decode(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> Part:
-        index, values = self._open(reader, slab, loops)
-        return Part(index, values(), loops)
+    def decode(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> Decoded:
+        index, values = self._open(reader, slab, kernels)
+        return Decoded(index, values(), kernels)
 
-    def check(self, reader: Reader, slab: Slab, loops: Kernels = in_torch) -> None:
-        self._open(reader, slab, loops)
+    def check(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> None:
+        self._open(reader, slab, kernels)
 
-    def _open(self, reader: Reader, slab: Slab, loops: Kernels) -> tuple[Tensor | None, Values]:
-        k = self.kept(slab)
-        shape, where = (slab.chunks, k), f"chunks of {slab.h}x{slab.w}"
-        index = None
-        if k < slab.area:
-            index = loops.unpack_positions(reader, shape, slab.area, f"positions, {where}")
-        return index, open_values(reader, shape, self.width(slab), where, loops)
+    def decode_own(self, block: Block, slab: Slab, kernels: Kernels = in_torch) -> Decoded:
+        return self.decode(Reader(block.packed), slab, kernels)
+
+    def _open(self, reader: Reader, slab: Slab, kernels: Kernels) -> tuple[Tensor | None, Values]:
+        k, where = self.kept(slab), f"chunks of {slab.h}x{slab.w}"
+        return open_values(reader, (slab.chunks, k), self.width(slab), where, kernels, slab.area)
 
 
-def check_payload(codec: Codec, reader: Reader, layout: Layout, loops: Kernels = in_torch) -> None:
+def check_payload(codec: Codec, reader: Reader, layout: Layout, kernels: Kernels = in_torch) -> None:
     """Read a whole payload and forget it; raises `WireError` unless it will decode."""
     for slab in layout.slabs:
-        codec.check(reader, slab, loops)
+        codec.check(reader, slab, kernels)
     reader.end()
 
 
-def encode_values(values: Tensor, bits: int, loops: Kernels = in_torch) -> tuple[bytes, Tensor]:
-    """(c, k) values to their bytes and to what those bytes decode to.
+def encode_values(
+    coeffs: Tensor, bits: int, kernels: Kernels = in_torch, k: int | None = None
+) -> tuple[bytes, Tensor, Tensor | None]:
+    """The ``k`` strongest of each row of (c, a) coefficients, all by default: their bytes, the (c, k) values that these
+    bytes decode to, and (unless all are kept) their positions.
 
     16 and 32 bits are bf16 and fp32 as they are. Fewer are codes on a uniform grid with one step per chunk; at one bit
     that is sign × mean magnitude of the chunk. Values far beyond the grid follow as a list of exceptions: without it a
     coefficient that always drifts faster than its chunk would never be sent in full, and its residual would grow
     without bound.
     """
+    index, values = None, coeffs
+    if k is not None and k < coeffs.shape[1]:
+        index = kernels.select(coeffs, k)
+        values = coeffs.gather(1, index)
+    # NaN and infinity are the strongest of all, so they are among the chosen. Finite values may have an infinite sum.
+    if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+        raise NotFiniteError(-1)
     if bits == 32:
-        return tensor_bytes(values), values.clone()
-    if bits == 16:
-        narrow = narrow_bf16(values)
-        return tensor_bytes(narrow), narrow.float()
-    step, codes, far = loops.quantize(values, bits)
-    decoded = grid(codes, step, bits)
-    data = tensor_bytes(step) + loops.pack_codes(codes, bits) + far.numel().to_bytes(4, "little")
-    if far.numel():
-        exact = narrow_bf16(values.reshape(-1)[far])
-        decoded.view(-1)[far] = exact.float()
-        data += loops.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
-    return data, decoded
+        data, decoded = tensor_bytes(values), values.clone()
+    elif bits == 16:
+        narrow = values.clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
+        data, decoded = tensor_bytes(narrow), narrow.float()
+    else:
+        step, codes, far = kernels.quantize(values, bits)
+        decoded = grid(codes, step, bits)
+        data = tensor_bytes(step) + kernels.pack_codes(codes, bits) + far.numel().to_bytes(4, "little")
+        if far.numel():
+            exact = values.reshape(-1)[far].clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
+            decoded.view(-1)[far] = exact.float()
+            data += kernels.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
+    if index is not None:
+        data = kernels.pack_positions(index, coeffs.shape[1]) + data
+    return data, decoded, index
 
 
-def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, loops: Kernels = in_torch) -> Values:
-    """(c, k) values from their bytes: the inverse of `encode_values`. Everything is verified now; the values are worked
-    out when they are asked for."""
+def open_values(
+    reader: Reader, shape: tuple[int, int], bits: int, where: str, kernels: Kernels = in_torch, area: int | None = None
+) -> tuple[Tensor | None, Values]:
+    """Positions and (c, k) values from their bytes: the inverse of `encode_values`. ``area`` is a, the length of its
+    rows. Everything is verified now; the values are worked out when they are asked for."""
     c, k = shape
+    index = None
+    if area is not None and k < area:
+        index = kernels.unpack_positions(reader, shape, area, f"positions, {where}")
     what = f"values, {where}"
     if bits >= 16:
         dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
-        given = _finite(reader.tensor(c * k, dtype, what), what)
-        return lambda: given.to(torch.float32).view(shape)
+        given = reader.finite(c * k, dtype, what)
+        return index, lambda: given.to(torch.float32).view(shape)
     step = reader.tensor(c, torch.bfloat16, f"scales, {where}").float()
     most = largest_step(bits, torch.float32)
     low, high = torch.aminmax(step)
@@ -238,55 +286,38 @@ def open_values(reader: Reader, shape: tuple[int, int], bits: int, where: str, l
     if count > c * k:
         raise WireError(f"{what}: {count} of {c * k} values; the message is corrupt")
     if not count:
-        return lambda: loops.unpack_grid(codes, step, k, bits)
-    far = loops.unpack_positions(reader, (1, count), c * k, what).view(-1)
-    exact = _finite(reader.tensor(count, torch.bfloat16, what), what).float()
+        return index, lambda: kernels.unpack_grid(codes, step, k, bits)
+    far = kernels.unpack_positions(reader, (1, count), c * k, what).view(-1)
+    exact = reader.finite(count, torch.bfloat16, what).float()
 
     def values() -> Tensor:
-        decoded = loops.unpack_grid(codes, step, k, bits)
+        decoded = kernels.unpack_grid(codes, step, k, bits)
         decoded.view(-1)[far] = exact
         return decoded
 
-    return values
+    return index, values
 
 
-def narrow_bf16(values: Tensor) -> Tensor:
-    """Nearest finite bf16 (the rest is residual)."""
-    most = torch.finfo(torch.bfloat16).max
-    return values.clamp(-most, most).to(torch.bfloat16)
-
-
-def _finite(values: Tensor, what: str) -> Tensor:
-    if not bool(torch.isfinite(values).all()):
-        raise WireError(f"{what}: not finite; the message is corrupt")
-    return values
-
-
-def _name_not_finite(coeffs: Tensor, slab: Slab) -> None:
-    bad = (~torch.isfinite(coeffs)).nonzero()
-    if len(bad):  # finite numbers may have an infinite sum
-        chunk, position = bad[0].tolist()
-        raise NotFiniteError(slab.tensor_of(chunk, position))
-
-
-def mean(parts: Iterable[Part], count: int, out: Tensor, *, over_senders: bool) -> Tensor:
-    """Mean of ``count`` parts of a slab into ``out`` (c, a), summed in the order given: over all of them, or per value
-    over those that sent it.
+def mean(decoded: Iterable[Decoded], count: int, out: Tensor, *, over_senders: bool) -> Tensor:
+    """Mean of ``count`` payloads of a slab into ``out`` (c, a), summed in the order given: over all of them, or per
+    value over those that sent it.
 
     Over all, sparse values are divided before they are summed: far fewer divisions, the same on every replica.
     """
     # By a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
     everybody = torch.tensor(float(count), device=out.device)
     out.zero_()
-    counts = torch.zeros_like(out) if over_senders else None
+    senders = torch.zeros_like(out) if over_senders else None
     dense = False
-    for part in parts:
-        dense = part.index is None
-        if counts is not None:
-            part.add_to(out)
-            part.ones().add_to(counts)
+    for one in decoded:
+        dense = one.index is None
+        if senders is not None:
+            one.add_to(out)
+            replace(one, values=torch.ones_like(one.values)).add_to(senders)
+        elif dense:
+            one.add_to(out)
         else:
-            (part if dense else part.over(everybody)).add_to(out)
-    if counts is not None:
-        return out.div_(counts.clamp_min_(1))
+            replace(one, values=one.values / everybody.to(one.values.device)).add_to(out)
+    if senders is not None:
+        return out.div_(senders.clamp_min_(1))
     return out.div_(everybody) if dense else out

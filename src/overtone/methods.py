@@ -40,8 +40,11 @@ class Method:
             raise MethodError(f"every={self.every}: gradient methods exchange at each step; use every=1 or diloco()")
         if not (type(self.drain) is int and 0 <= self.drain <= MOST_DRAIN):
             raise MethodError(f"drain={self.drain!r}: last messages, a whole number from 0 to {MOST_DRAIN}")
-        if self.drain and not (isinstance(self.rule, Outer) and isinstance(self.codec, TopK)):
-            raise MethodError(f"drain={self.drain}: only the Outer rule with a TopK codec leaves a residual to drain")
+        if self.drain and (self.rule.draining() is None or self.codec.whole is None):
+            raise MethodError(
+                f"drain={self.drain}: this rule and codec leave no residual to drain; only the Outer rule with a TopK "
+                "codec does"
+            )
 
     @property
     def consensus(self) -> bool:
@@ -50,10 +53,10 @@ class Method:
 
     def draining(self) -> Method:
         """The row for the last messages: every coefficient at one bit, step 1, no momentum."""
-        assert isinstance(self.rule, Outer)
-        assert isinstance(self.codec, TopK)
-        rule = replace(self.rule, lr=1.0, momentum=0.0, decay=1.0, carry=1.0, release=1.0)
-        return replace(self, rule=rule, codec=self.codec.whole)
+        rule, codec = self.rule.draining(), self.codec.whole
+        assert rule is not None, "checked when the method was built"
+        assert codec is not None, "checked when the method was built"
+        return replace(self, rule=rule, codec=codec)
 
     def numbers(self) -> dict[str, object]:
         """Everything that must be equal on all replicas, flat and printable."""

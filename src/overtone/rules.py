@@ -1,4 +1,5 @@
-"""Rules turn a replica's signal into something to send (*propose*), and what was heard into an answer (*absorb*).
+"""Rules turn a replica's signal into something to send (*accumulate*, *sent*), and the mean of what all sent into an
+answer (*absorb*).
 
 A rule is frozen numbers; what it remembers is a `State` of vectors, all in the coefficient domain of the method's
 codec. Every rule works value by value, so a round hands it one slab after the other: its state, its signal. The
@@ -6,33 +7,32 @@ transform is linear and orthonormal, so anchor, momentum and residual may live t
 out of the residual, and the anchor only ever changes by elementwise operations in a fixed order. No matrix product and
 no fused multiply-add touches it, hence it stays bit-identical on every replica.
 
-Symbols: Θ anchor, M momentum, E residual, G signal (drift or gradient), u what was heard (the mean of what was sent);
+Symbols: Θ anchor, M momentum, E residual, G signal (drift or gradient), u the mean of what all replicas sent;
 η lr, μ momentum, β decay, λ carry, α release.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from overtone.codec import Part
-from overtone.coding.layout import Reading
+from overtone.codec import Decoded
+from overtone.coding.dct import SlabSignal
 from overtone.errors import MethodError
 
 State = dict[str, Tensor]
-Encode = Callable[[Tensor], Part]  # sends what it is given; returns what the receivers will decode
 
 
 class Rule(ABC):
-    """What `Replica` needs of a rule. ``state["anchor"]`` exists exactly if the rule works on weights."""
+    """What a round needs of a rule. ``state["anchor"]`` exists exactly if the rule works on weights."""
 
     shared: ClassVar[tuple[str, ...]] = ()  # vectors of the state that are the same on every replica, for newcomers
     consensus: ClassVar[bool] = True  # the anchor is the same on every replica after every round
+    takes_sign: ClassVar[bool] = False  # of the answer, back in the domain of the weights, only the sign counts
     over_senders: ClassVar[bool] = False  # a coefficient is averaged over the replicas that sent it, not over all
 
     @abstractmethod
@@ -40,36 +40,40 @@ class Rule(ABC):
         """The state before the first round; ``weights`` are the coefficients of the initial weights."""
 
     @abstractmethod
-    def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
-        """Send something of the signal through ``encode``; what was sent, as the receivers decode it."""
+    def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
+        """Take up the signal; the coefficients that the codec chooses from. The codec does not change them."""
+
+    def sent(self, state: State, decoded: Decoded) -> None:  # noqa: B027 (most simple rules keep nothing)
+        """The receivers will decode this from the message, so it is not owed any more."""
+
+    def withdraw(self, state: State, decoded: Decoded) -> bool:  # noqa: ARG002
+        """No receiver counted what was sent, so it is owed again. True if the signal of that round stays in the state:
+        it must not be measured again."""
+        return False
 
     @abstractmethod
-    def withdraw(self, state: State, sent: Part) -> bool:
-        """Nobody heard ``sent``, so it is still owed. True if the signal of that round stays in the state: it must not
-        be read again."""
+    def absorb(self, state: State, mean: Tensor) -> Tensor:
+        """Coefficients of the answer: where the weights that the signal was measured at belong now, or the gradient to
+        step with."""
 
-    @abstractmethod
-    def absorb(self, state: State, heard: Tensor) -> Tensor:
-        """Coefficients of what to write back: the next weights, or the gradient to step with."""
-
-    def settle(self, answer: Tensor) -> Tensor:
-        """Last touch to each tensor of the answer, back in the weight domain."""
-        return answer
+    def draining(self) -> Rule | None:
+        """The rule of the last messages, which move the residuals into the anchor. None if it leaves no residual."""
+        return None
 
     def close(self, state: State) -> None:  # noqa: B027 (most rules have nothing to close)
         """The last round is over: drop what is not owed to the anchor any more."""
 
 
-def outer_step(anchor: Tensor, momentum: Tensor | None, heard: Tensor, *, lr: float, mu: float) -> None:
+def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, *, lr: float, mu: float) -> None:
     """M ← μ·M + u;  Θ ← Θ − η·(u + μ·M), in place. Nesterov as in ``torch.optim.SGD``: tests/test_equivalence.py.
 
     Written as single elementwise operations: ``alpha=`` or a fused kernel would round differently elsewhere.
     """
     if momentum is None:
-        anchor.sub_(heard.mul(lr))
+        anchor.sub_(mean.mul(lr))
         return
-    momentum.mul_(mu).add_(heard)
-    anchor.sub_(momentum.mul(mu).add_(heard).mul_(lr))
+    momentum.mul_(mu).add_(mean)
+    anchor.sub_(momentum.mul(mu).add_(mean).mul_(lr))
 
 
 def carried(anchor: Tensor, residual: Tensor | None, carry: float) -> Tensor:
@@ -86,14 +90,11 @@ class Mean(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {}
 
-    def propose(self, state: State, signal: Reading, encode: Encode) -> Part:  # noqa: ARG002
-        return encode(signal.tensor())
+    def accumulate(self, state: State, signal: SlabSignal) -> Tensor:  # noqa: ARG002
+        return signal.coefficients()
 
-    def withdraw(self, state: State, sent: Part) -> bool:  # noqa: ARG002
-        return False
-
-    def absorb(self, state: State, heard: Tensor) -> Tensor:  # noqa: ARG002
-        return heard
+    def absorb(self, state: State, mean: Tensor) -> Tensor:  # noqa: ARG002
+        return mean
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class DeMo(Rule):
     decay: float = 0.999
     release: float = 1.0
 
+    takes_sign = True
     over_senders = True
 
     def __post_init__(self) -> None:
@@ -118,18 +120,18 @@ class DeMo(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {"momentum": torch.zeros_like(weights)}
 
-    def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
-        return _accumulate_and_send(state["momentum"], signal, encode, self.decay, self.release)
+    def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
+        return signal.into(state["momentum"], keep=self.decay)
 
-    def withdraw(self, state: State, sent: Part) -> bool:
-        sent.add_to(state["momentum"], self.release)
+    def sent(self, state: State, decoded: Decoded) -> None:
+        decoded.add_to(state["momentum"], -self.release)
+
+    def withdraw(self, state: State, decoded: Decoded) -> bool:
+        decoded.add_to(state["momentum"], self.release)
         return True
 
-    def absorb(self, state: State, heard: Tensor) -> Tensor:  # noqa: ARG002
-        return heard
-
-    def settle(self, answer: Tensor) -> Tensor:
-        return answer.sign_()
+    def absorb(self, state: State, mean: Tensor) -> Tensor:  # noqa: ARG002
+        return mean
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Outer(Rule):
     """The one outer rule behind most methods: error feedback, carry and a shared Nesterov momentum.
 
         E ← β·E + G;   send c = C(E);   E ← E − α·C⁻¹(c)
-        u = mean of what was heard;   M ← μ·M + u;   Θ ← Θ − η·(u + μ·M);   weights ← Θ − λ·E
+        u = mean of what all sent;   M ← μ·M + u;   Θ ← Θ − η·(u + μ·M);   weights ← Θ − λ·E
 
     Lossless and without carry this is DiLoCo (tests/test_equivalence.py); with μ = 0, λ = 0, β < 1 it is the error
     feedback of SparseLoCo. With carry 1 the unsent part of the drift stays in the replica's own weights.
@@ -166,21 +168,29 @@ class Outer(Rule):
             state["residual"] = torch.zeros_like(weights)
         return state
 
-    def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
+    def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
         if "residual" not in state:
-            return encode(signal.tensor())
-        return _accumulate_and_send(state["residual"], signal, encode, self.decay, self.release)
+            return signal.coefficients()
+        return signal.into(state["residual"], keep=self.decay)
 
-    def withdraw(self, state: State, sent: Part) -> bool:
+    def sent(self, state: State, decoded: Decoded) -> None:
+        if "residual" in state:
+            decoded.add_to(state["residual"], -self.release)
+
+    def withdraw(self, state: State, decoded: Decoded) -> bool:
         if "residual" not in state:
             return False
-        sent.add_to(state["residual"], self.release)
+        decoded.add_to(state["residual"], self.release)
         return True
 
-    def absorb(self, state: State, heard: Tensor) -> Tensor:
+    def absorb(self, state: State, mean: Tensor) -> Tensor:
         momentum = state["momentum"] if self.momentum else None
-        outer_step(state["anchor"], momentum, heard, lr=self.lr, mu=self.momentum)
+        outer_step(state["anchor"], momentum, mean, lr=self.lr, mu=self.momentum)
         return carried(state["anchor"], state.get("residual"), self.carry)
+
+    def draining(self) -> Outer:
+        """Step 1, no momentum: every message moves the anchor towards the mean of the replicas."""
+        return replace(self, lr=1.0, momentum=0.0, decay=1.0, carry=1.0, release=1.0)
 
     def close(self, state: State) -> None:
         """E ← λ·E: only what is in the replica's own weights is still owed."""
@@ -212,25 +222,21 @@ class Published(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {"anchor": weights, "momentum": torch.zeros_like(weights), "drift": torch.zeros_like(weights)}
 
-    def propose(self, state: State, signal: Reading, encode: Encode) -> Part:
+    def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
         signal.into(state["drift"])
-        return _accumulate_and_send(state["momentum"], signal, encode, self.decay, 1.0)
+        return signal.into(state["momentum"], keep=self.decay)
 
-    def withdraw(self, state: State, sent: Part) -> bool:
-        sent.add_to(state["momentum"])
+    def sent(self, state: State, decoded: Decoded) -> None:
+        decoded.add_to(state["momentum"], -1.0)
+
+    def withdraw(self, state: State, decoded: Decoded) -> bool:
+        decoded.add_to(state["momentum"])
         return True
 
-    def absorb(self, state: State, heard: Tensor) -> Tensor:
-        momentum = state["momentum"].add_(heard)
+    def absorb(self, state: State, mean: Tensor) -> Tensor:
+        momentum = state["momentum"].add_(mean)
         state["anchor"].sub_(momentum.mul(self.decay).add_(state["drift"]).mul_(self.lr))
         return state["anchor"]
-
-
-def _accumulate_and_send(store: Tensor, signal: Reading, encode: Encode, decay: float, release: float) -> Part:
-    """store ← decay · store + signal, then less ``release`` of what was really sent."""
-    sent = encode(signal.into(store, keep=decay))
-    sent.add_to(store, -release)
-    return sent
 
 
 def _within(

@@ -23,11 +23,13 @@ from overtone.bench.options import CodecBench
 from overtone.bench.reference import TRANSFORMS, Reference
 from overtone.codec import Block, TopK, check_payload, mean
 from overtone.coding.bits import Reader
+from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, in_torch, kernels_for
-from overtone.coding.layout import Slab
 from overtone.common.limits import refuse_beyond_memory
 from overtone.errors import ConfigError
-from overtone.exchange.work import Work
+from overtone.exchange.gathered import bytes_of
+from overtone.exchange.round import SlabWork
+from overtone.exchange.signals import Sources
 from overtone.rules import Mean, Outer
 
 Shapes = Sequence[tuple[int, ...]]
@@ -59,36 +61,35 @@ class Timing:
 class Ours:
     """A round of overtone's codec as `Replica` does it, without the outer step."""
 
-    def __init__(self, shapes: Shapes, codec: TopK, replicas: int, loops: Kernels) -> None:
+    def __init__(self, shapes: Shapes, codec: TopK, replicas: int, kernels: Kernels) -> None:
         self.replicas = replicas
-        self.sending = Work(codec.layout(shapes), Outer(lr=1.0, momentum=0.0), codec, loops, CPU)
-        self.hearing = replace(self.sending, rule=Mean())
+        self.sending = SlabWork(codec.layout(shapes), kernels, CPU, Outer(lr=1.0, momentum=0.0), codec)
+        self.receiving = replace(self.sending, rule=Mean())
         # Filled, so that its memory pages exist before we measure.
         self.state = {"residual": self.sending.layout.empty(CPU).fill_(0.0)}
         self.blocks: list[Block] = []
 
     def encode(self, start: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         """From the weights before and after some local steps to the blocks of a message."""
-        self.blocks = []
-        self.sending.encode(self.state, (start, weights), self.blocks)
+        self.blocks, _ = self.sending.encode(self.state, Sources(start, weights))
 
     def decode(self, weights: Sequence[Tensor]) -> None:
         """Check the payloads of the others from end to end, then read all for the mean, as in a real round."""
-        codec, layout, loops = self.hearing.codec, self.hearing.layout, self.hearing.loops
-        payload = b"".join(block for block in self.blocks if isinstance(block, bytes))
+        codec, layout, kernels = self.receiving.codec, self.receiving.layout, self.receiving.kernels
+        payload = b"".join(bytes_of(block) for block in self.blocks)
         for _ in range(self.replicas - 1):
-            check_payload(codec, Reader(payload), layout, loops)
+            check_payload(codec, Reader(payload), layout, kernels)
         readers = [Reader(payload) for _ in range(self.replicas)]
 
-        def mean_of(slab: Slab, out: Tensor) -> Tensor:
-            parts = (codec.decode(reader, slab, loops) for reader in readers)
-            return mean(parts, self.replicas, out, over_senders=False)
+        def mean_of(slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
+            decoded = (codec.decode(reader, slab, kernels) for reader in readers)
+            return mean(decoded, self.replicas, out, over_senders=over_senders)
 
-        self.hearing.absorb({}, mean_of, weights)
+        self.receiving.absorb({}, mean_of, weights)
 
     @property
     def message_bytes(self) -> int:
-        return sum(map(len, self.blocks))
+        return sum(len(bytes_of(block)) for block in self.blocks)
 
 
 class Theirs:

@@ -13,16 +13,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from rich.console import Group
 from rich.table import Table
-from torch import nn
 
 from overtone.cli.console import out
-from overtone.codec import TopK
-from overtone.coding.layout import Slab
+from overtone.codec import Payload, TopK
+from overtone.coding.chunks import Slab
 from overtone.common import limits
 from overtone.common.limits import human_bytes
 from overtone.errors import ConfigError
 from overtone.exchange.message import HEADER_BYTES, Seal
-from overtone.ledger import Ledger
+from overtone.ledger import Count
 from overtone.methods import METHODS, Method, method_named, takes
 from overtone.runs.config import MethodChoice, Run
 from overtone.runs.optimizers import INNER_STATES
@@ -104,11 +103,10 @@ def memory(method: Method, shapes: Mapping[str, tuple[int, ...]], inner: str) ->
     layout = method.codec.layout([torch.Size(shape) for shape in shapes.values()])
     with torch.device("meta"):
         state = method.rule.begin(torch.empty(layout.size), lossless=method.codec.lossless)
-        start = method.signal([nn.Parameter(torch.empty(shape)) for shape in shapes.values()])
-        start.begin()
+        start = layout.size if method.every is not None and method.signal.keeps_start else 0
     if method.every is None:
         state = {}
-    exchange = sum(tensor.numel() for tensor in [*state.values(), *start.state()])
+    exchange = start + sum(tensor.numel() for tensor in state.values())
     return 4 * (exchange + weights * (2 + INNER_STATES[inner]))
 
 
@@ -144,12 +142,12 @@ def round_bytes(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas:
         return 0, 0
     payload = sum(how(method, shape)[1] for shape in shapes.values())
     message = round(payload + HEADER_BYTES + Seal().size)
-    ledger = Ledger()
-    if method.codec.reduces:
-        ledger.summed(round(payload), replicas)
+    count = Count()
+    if method.codec.payload is Payload.NUMBERS:
+        count.summed(round(payload), replicas)
     else:
-        ledger.gathered(message, replicas)
-    return message, ledger.now.sent
+        count.gathered(message, replicas)
+    return message, count.sent
 
 
 def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> str:
@@ -157,7 +155,7 @@ def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int
     if method.every is None:
         return f"{method.name}: {parameters / 1e6:.2f} M parameters, nothing is ever sent."
     message, sent = round_bytes(method, shapes, replicas)
-    pattern = "summed on the way" if method.codec.reduces else "gathered by all"
+    pattern = "summed on the way" if method.codec.payload is Payload.NUMBERS else "gathered by all"
     dense = ""
     if isinstance(method.codec, TopK):
         codec = method.codec

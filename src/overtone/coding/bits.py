@@ -1,10 +1,13 @@
-"""Numbers to bits and back: flags and fixed-width fields, as whole-tensor operations, and the `Reader` of a payload.
+"""Numbers to bits and back: flags, fixed-width fields and Rice-coded positions, as whole-tensor operations, and the
+`Reader` of a payload.
 
 Bits are packed least significant first. Nothing here trusts its input: `Reader` raises `WireError` instead of reading
 past the end, and every count it needs comes from the layout that both sides already share, never from the bytes.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,33 +47,45 @@ def unpack_fields(packed: Tensor, count: int, width: int) -> Tensor:
 
 
 def field_bytes(count: int, width: int) -> int:
+    """Bytes that ``count`` fields of ``width`` bits take."""
     return -(-count * width // 8)
 
 
+@dataclass
 class Reader:
     """Takes a payload apart from the front; never reads past its end."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.at = 0
+    data: bytes
+    at: int = 0
 
     def take(self, count: int, what: str) -> bytes:
+        """The next ``count`` bytes; ``what`` names them in an error."""
         if count > len(self.data) - self.at:
             raise WireError(f"{what}: needs {count} bytes, {len(self.data) - self.at} are left; the message was cut")
         self.at += count
         return self.data[self.at - count : self.at]
 
     def tensor(self, count: int, dtype: torch.dtype, what: str) -> Tensor:
+        """The next ``count`` numbers of a type."""
         return bytes_tensor(self.take(count * dtype.itemsize, what), dtype)
+
+    def finite(self, count: int, dtype: torch.dtype, what: str) -> Tensor:
+        """The next ``count`` numbers; refused unless all of them are finite."""
+        values = self.tensor(count, dtype, what)
+        if not bool(torch.isfinite(values).all()):
+            raise WireError(f"{what}: not finite; the message is corrupt")
+        return values
 
     def number(self, size: int, what: str) -> int:
         """A little-endian whole number of ``size`` bytes."""
         return int.from_bytes(self.take(size, what), "little")
 
     def fields(self, count: int, width: int, what: str) -> Tensor:
+        """The next ``count`` numbers of ``width`` bits."""
         return unpack_fields(self.tensor(field_bytes(count, width), torch.uint8, what), count, width)
 
     def end(self) -> None:
+        """Refuse a payload that goes on."""
         if self.at != len(self.data):
             raise WireError(f"payload: {len(self.data) - self.at} bytes too many; the message is corrupt")
 
@@ -90,3 +105,81 @@ def bytes_tensor(data: bytes, dtype: torch.dtype) -> Tensor:
     if not data:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def pack_codes(codes: Tensor, bits: int) -> bytes:
+    """(c, k) codes below 2**bits to bytes."""
+    return tensor_bytes(pack_fields(codes.view(-1).cpu(), bits))
+
+
+# -- positions: Rice-coded gaps ------------------------------------------------------------------------------------
+
+
+def widths(area: int, k: int) -> range:
+    """The Rice widths worth trying: around the one that suits k positions spread evenly over ``area``."""
+    guess = (area // k).bit_length() - 1
+    return range(max(0, guess - 2), guess + 3)
+
+
+def longest_unary(shape: tuple[int, int], area: int, width: int) -> int:
+    """Bytes that the unary part cannot exceed: a one per position, and no chunk's gaps add up to more than it has."""
+    c, k = shape
+    return field_bytes(c * k + c * (area >> width), 1)
+
+
+def pack_positions(index: Tensor, area: int) -> bytes:
+    """Rice code of (c, k) ascending positions below ``area``: one byte of width, the low bits of the gaps verbatim,
+    their high parts in unary.
+
+    For the k strongest of 4096 this stays within 5 % of log2 C(4096, k): tests/test_kernels.py.
+    """
+    gaps = (torch.diff(index.cpu(), dim=1, prepend=torch.tensor(-1).expand(len(index), 1)) - 1).view(-1)
+    costs = {w: gaps.numel() * w + int((gaps >> w).sum()) for w in widths(area, index.shape[1])}
+    width = min(costs, key=lambda w: (costs[w], w))
+    ends = ((gaps >> width) + 1).cumsum(0) - 1  # where each unary number puts its closing one
+    unary = torch.zeros(int(ends[-1]) + 1, dtype=torch.bool)
+    unary[ends] = True
+    high = tensor_bytes(pack_flags(unary))
+    low = tensor_bytes(pack_fields(gaps & ((1 << width) - 1), width))
+    return bytes([width]) + low + len(high).to_bytes(4, "little") + high
+
+
+def unpack_positions(reader: Reader, shape: tuple[int, int], area: int, what: str) -> Tensor:
+    """(c, k) ascending positions, none beyond ``area``."""
+    width, low_bytes, high_bytes = open_positions(reader, shape, area, what)
+    c, k = shape
+    low = Reader(low_bytes).fields(c * k, width, what)
+    ends = unpack_flags(Reader(high_bytes).tensor(len(high_bytes), torch.uint8, what), len(high_bytes) * 8).nonzero()
+    if ends.numel() != c * k:
+        raise miscounted(what, c * k)
+    high = torch.diff(ends.view(-1), prepend=torch.tensor([-1])) - 1
+    index = ((high << width) + low + 1).view(shape).cumsum(1) - 1
+    if int(index[:, -1].max()) >= area:
+        raise beyond(what, area)
+    return index
+
+
+def open_positions(reader: Reader, shape: tuple[int, int], area: int, what: str) -> tuple[int, bytes, bytes]:
+    """Rice width, low parts and unary parts, their lengths checked."""
+    c, k = shape
+    width = reader.number(1, what)
+    allowed = widths(area, k)
+    if width not in allowed:
+        raise WireError(f"{what}: Rice width {width}, not in {allowed[0]} to {allowed[-1]}; the message is corrupt")
+    low = reader.take(field_bytes(c * k, width), what)
+    length = reader.number(4, what)
+    most = longest_unary(shape, area, width)
+    if length > most:
+        raise WireError(f"{what}: {length} bytes of unary numbers, at most {most} are possible; the message is corrupt")
+    high = reader.take(length, what)
+    if high[-1:] == b"\0":
+        raise WireError(f"{what}: unary numbers end with a zero byte; the message is corrupt")
+    return width, low, high
+
+
+def miscounted(what: str, due: int) -> WireError:
+    return WireError(f"{what}: more or fewer than the {due} positions that are due; the message is corrupt")
+
+
+def beyond(what: str, area: int) -> WireError:
+    return WireError(f"{what}: a position beyond the {area} there are; the message is corrupt")

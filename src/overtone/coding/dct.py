@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -108,3 +109,31 @@ def full_precision(device: torch.device) -> Iterator[None]:
 def _bases(chunks: Tensor, make: Basis) -> tuple[Tensor, Tensor]:
     _, h, w = chunks.shape
     return cached_basis(make, h, chunks.device), cached_basis(make, w, chunks.device)
+
+
+@dataclass(frozen=True)
+class SlabSignal:
+    """The signal of one slab in the domain of the weights. It is transformed when a rule asks for its coefficients,
+    straight to where the rule needs them."""
+
+    values: Tensor  # (chunks, area)
+    shape: tuple[int, int, int]  # (chunks, h, w)
+    basis: Basis | None
+    between: Tensor  # scratch, as large as the values
+    out: Tensor  # likewise
+    scale: float = 1.0  # of the loss: the signal is the values over it
+
+    def coefficients(self) -> Tensor:
+        """(chunks, area), in a scratch area that the next slab uses again."""
+        if self.basis is None and self.scale == 1.0:
+            return self.values
+        return self.into(self.out)
+
+    def into(self, out: Tensor, keep: float = 0.0) -> Tensor:
+        """out ← keep · out + coefficients."""
+        if self.basis is not None:
+            chunks, between = self.values.view(self.shape), self.between.view(self.shape)
+            forward(chunks, self.basis, between, out.view(self.shape), keep=keep, scale=self.scale)
+            return out
+        values = self.values if self.scale == 1.0 else torch.div(self.values, self.scale, out=self.between)
+        return out.copy_(values) if keep == 0.0 else out.mul_(keep).add_(values)

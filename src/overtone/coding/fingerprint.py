@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from overtone.coding.kernels import kernels_for
+from overtone.coding.kernels import Kernels, kernels_for
 
 _LANES = 1024
 _ROW_BYTES = 8 * _LANES
@@ -22,7 +22,14 @@ _ROW = 0x5851F42D4C957F2D
 _MIX = 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
 _GROUP_BYTES = 1 << 22
-_rooms = threading.local()
+_scratch_areas = threading.local()
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+_SIGNED_MIX = _signed(_MIX)
 
 
 @lru_cache(maxsize=16)
@@ -35,24 +42,23 @@ def _weights(device: torch.device) -> Tensor:
     return torch.tensor([_signed(word | 1) for word in words], dtype=torch.int64, device=device)
 
 
-def of_tensor(tensor: Tensor) -> int:
-    """Σ over rows of 1024 words of mix(hash of the row + number of the row), modulo 2**64, mixed with the length.
+def _of_each(raws: Sequence[Tensor], kernels: Kernels | None) -> list[int]:
+    """The fingerprints of several runs of bytes: Σ over rows of 1024 words of mix(hash of the row + number of the row),
+    modulo 2**64, mixed with the length.
 
     Within a row every lane has an odd weight of its own, and the upper half of a word counts in the lower too: else
     two signs that flip would cancel each other. Rows are mixed before they are summed, so none can trade with another.
+    The rows of all runs are hashed at one go: one by one, small tensors would take longer to call than to hash. Rows
+    that a tensor does not fill are filled with zeros.
     """
-    return _of_each([_raw(tensor)])[0]
-
-
-def _of_each(raws: Sequence[Tensor]) -> list[int]:
-    """The fingerprints of several runs of bytes, their rows hashed at one go: one by one, small tensors would take
-    longer to call than to hash. Rows that a tensor does not fill are filled with zeros."""
     device = raws[0].device
     counts = [-(-raw.numel() // _ROW_BYTES) for raw in raws]
-    hashes = _row_hashes(raws, counts)
     number = torch.cat([torch.arange(1, count + 1, device=device) for count in counts])
     owner = torch.repeat_interleave(torch.tensor(counts, device=device))
-    mixed = _mixed(hashes + number * _signed(_ROW))
+    z = number * _signed(_ROW) + _row_hashes(raws, counts, kernels)
+    # Two xor-shifts around a product: every bit of a hash reaches every other.
+    z = (z ^ ((z >> 32) & 0xFFFFFFFF)) * _SIGNED_MIX
+    mixed = z ^ ((z >> 32) & 0xFFFFFFFF)
     totals = torch.zeros(len(raws), dtype=torch.int64, device=device).index_add_(0, owner, mixed)
     return [
         ((total & _MASK) ^ (raw.numel() * 0x9E3779B97F4A7C15)) & _MASK
@@ -60,28 +66,29 @@ def _of_each(raws: Sequence[Tensor]) -> list[int]:
     ]
 
 
-def _row_hashes(raws: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+def _row_hashes(raws: Sequence[Tensor], counts: Sequence[int], kernels: Kernels | None) -> Tensor:
     """The hash of every row, in order."""
     device = raws[0].device
-    loops = kernels_for(sum(raw.numel() for raw in raws) // 4, device)
+    kernels = kernels or kernels_for(sum(raw.numel() for raw in raws) // 4, device)
     if len(raws) == 1 and (whole := raws[0].numel() // _ROW_BYTES * _ROW_BYTES):
         # One tensor, perhaps a large one: no copy of what lies in rows already.
-        rest = [raws[0][whole:]] if raws[0].numel() > whole else []
-        hashes = loops.row_hashes(raws[0][:whole].view(torch.int64).view(-1, _LANES), _weights(device))
-        return torch.cat([hashes, _row_hashes(rest, [1])]) if rest else hashes
-    rows = _room(sum(counts) * _ROW_BYTES, device)
+        rest = raws[0][whole:]
+        tail = [_row_hashes([rest], [1], kernels)] if rest.numel() else []
+        head = kernels.row_hashes(raws[0][:whole].view(torch.int64).view(-1, _LANES), _weights(device))
+        return torch.cat([head, *tail])
+    rows = _scratch(sum(counts) * _ROW_BYTES, device)
     first = 0
     for raw, count in zip(raws, counts, strict=True):
         end = first + raw.numel()
         rows[first:end] = raw
         first += count * _ROW_BYTES
         rows[end:first] = 0
-    return loops.row_hashes(rows.view(torch.int64).view(-1, _LANES), _weights(device))
+    return kernels.row_hashes(rows.view(torch.int64).view(-1, _LANES), _weights(device))
 
 
-def _room(size: int, device: torch.device) -> Tensor:
+def _scratch(size: int, device: torch.device) -> Tensor:
     """A thread's own scratch area, used again: fresh memory would take longer than the hashing."""
-    kept: dict[str, Tensor] = _rooms.__dict__
+    kept: dict[str, Tensor] = _scratch_areas.__dict__
     where = str(device)
     if where not in kept or kept[where].numel() < size:
         kept[where] = torch.empty(size, dtype=torch.uint8, device=device)
@@ -92,21 +99,11 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _mixed(z: Tensor) -> Tensor:
-    """Two xor-shifts around a product: every bit of a hash reaches every other."""
-    z = (z ^ ((z >> 32) & 0xFFFFFFFF)) * _signed(_MIX)
-    return z ^ ((z >> 32) & 0xFFFFFFFF)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-def of_tensors(tensors: Iterable[Tensor]) -> bytes:
-    """Eight bytes for a sequence of tensors, order and lengths included."""
+def of_tensors(tensors: Iterable[Tensor], kernels: Kernels | None = None) -> bytes:
+    """Eight bytes for a sequence of tensors, order and lengths included. Any ``kernels`` give the same."""
     digest = hashlib.blake2b(digest_size=8)
     for group in _groups(tensors):
-        for value in _of_each(group):
+        for value in _of_each(group, kernels):
             digest.update(value.to_bytes(8, "little"))
     return digest.digest()
 

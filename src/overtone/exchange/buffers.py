@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from overtone.codec import Block
 from overtone.coding import fingerprint
 from overtone.coding.bits import Reader, field_bytes, pack_flags, tensor_bytes, unpack_flags
 from overtone.errors import ModelError, WireError
-from overtone.exchange.parameters import plain_name, unfit
+from overtone.exchange.model_checks import unfit
+from overtone.exchange.parameters import plain_name
 
 POLICIES = ("shared", "private")
 
@@ -94,6 +96,10 @@ class Buffers:
             if _has_become_infinite(now, shared):
                 return f"buffer {name} has values that are not finite; lower the learning rate, go on from a checkpoint"
         return ""
+
+    def block(self, *, as_numbers: bool) -> Block:
+        """The floating buffers as part of a contribution: to be gathered, or numbers to be summed."""
+        return Block(numbers=self.changes()) if as_numbers else Block(self.pack())
 
     # -- as bytes, for messages ------------------------------------------------------------------------------------
 

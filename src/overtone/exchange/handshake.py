@@ -1,56 +1,57 @@
-"""How replicas meet: the same method and model everywhere, a name for this run, then rank 0's weights, verified."""
+"""How replicas meet: the same method and model everywhere, an id for this run, then rank 0's weights, verified."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from overtone.coding import fingerprint
 from overtone.errors import WireError
-from overtone.exchange import agreement
-from overtone.exchange.message import NOBODY, Header, Kind, Letter
-from overtone.exchange.patterns import WORDS, tell
-from overtone.exchange.steps import Broadcast, Talk
-
-if TYPE_CHECKING:
-    from overtone.replica import Replica
+from overtone.exchange.consensus import MOST_TEXT, compare_initial_weights, gather_sealed
+from overtone.exchange.description import Description, compare_descriptions
+from overtone.exchange.message import NOBODY, Header, Kind, Message, Seal
+from overtone.transport import Broadcast, Exchange
 
 
-def greet(replica: Replica) -> Talk[None]:
-    """A replica's side of the greeting; afterwards its state is that of round 0."""
-    peers = replica.transport.peers
-    everything = [*replica.parameters.all.values(), *replica.buffers.tensors()]
-    nonce = os.urandom(8)
-    heard = yield from _tell(replica, nonce + json.dumps(replica.about).encode())
-    agreement.compare_introductions({rank: body[8:] for rank, body in zip(peers, heard, strict=True)})
-    # Everybody's dice are in it, so a message of any other run is a stranger's, whoever replays it.
-    replica.run = fingerprint.of_bytes(b"".join(body[:8] for body in heard))
-    yield Broadcast(everything)
-    replica.buffers.remember()
-    replica.signal.begin()
-    weights = replica.layout.read(replica.parameters.tensors, replica.layout.empty(replica.device))
-    # Who may be left out of a round must be able to owe what it said.
-    lossless = replica.method.codec.lossless and replica.refused == "raise"
-    replica.state = replica.method.rule.begin(weights, lossless=lossless)
-    anchor = fingerprint.of_tensors(replica.anchor_tensors())
-    heard = yield from _tell(replica, fingerprint.of_tensors(everything) + anchor)
-    agreement.compare_initial_weights(peers, [body[:8] for body in heard])
-    if replica.method.consensus and len({body[8:16] for body in heard}) > 1:
-        # Equal weights, unequal coefficients: the hosts round the transform differently. Rank 0's count.
-        yield Broadcast(replica.anchor_tensors())
-    replica.transport.ledger.phase = "rounds"
+class Handshake:
+    """One replica's side. `introduce` first, `confirm` once the replica has taken over rank 0's weights."""
+
+    def __init__(self, rank: int, peers: Sequence[int], seal: Seal) -> None:
+        self.rank = rank
+        self.peers = peers
+        self.seal = seal
+        self.run = NOBODY
+
+    def introduce(self, description: Description, tensors: Sequence[Tensor]) -> Exchange[bytes]:
+        """Compare the descriptions of all replicas, take over rank 0's tensors; the id of this run."""
+        nonce = os.urandom(8)
+        bodies = yield from self._gather(nonce + json.dumps(description).encode())
+        compare_descriptions({rank: body[8:] for rank, body in zip(self.peers, bodies, strict=True)})
+        # Every rank adds a nonce, so messages of earlier runs never match.
+        self.run = fingerprint.of_bytes(b"".join(body[:8] for body in bodies))
+        yield Broadcast(tensors)
+        return self.run
+
+    def confirm(self, tensors: Sequence[Tensor], anchor: Sequence[Tensor], *, consensus: bool) -> Exchange[None]:
+        """All replicas hold the same tensors, and where they share an anchor, the same anchor."""
+        mine = fingerprint.of_tensors(tensors) + fingerprint.of_tensors(anchor)
+        bodies = yield from self._gather(mine)
+        compare_initial_weights(self.peers, [body[:8] for body in bodies])
+        if consensus and len({body[8:16] for body in bodies}) > 1:
+            # Equal weights, unequal coefficients: the hosts round the transform differently. Rank 0's count.
+            yield Broadcast(anchor)
+
+    def _gather(self, body: bytes) -> Exchange[list[bytes]]:
+        """Everybody's body, by rank."""
+        header = Header(Kind.GREETING, self.rank, 0, 0, self.run, NOBODY, NOBODY, NOBODY)
+        most = MOST_TEXT + 4 * len(body)
+        return (yield from gather_sealed("handshake", header, body, self.peers, self.seal, _body_of, most))
 
 
-def _tell(replica: Replica, body: bytes) -> Talk[Sequence[bytes]]:
-    """Everybody's body, by rank."""
-    header = Header(Kind.GREETING, replica.transport.rank, 0, 0, replica.run, NOBODY, NOBODY, NOBODY)
-    most = WORDS + 4 * len(body)
-    return (yield from tell("greeting", header, body, replica.transport.peers, replica.seal, _body_of, most))
-
-
-def _body_of(letter: Letter) -> bytes:
-    if len(letter.body) < 16:
-        raise WireError("greeting: too short")
-    return letter.body
+def _body_of(message: Message) -> bytes:
+    if len(message.body) < 16:
+        raise WireError("handshake: too short")
+    return message.body

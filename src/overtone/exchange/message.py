@@ -17,7 +17,6 @@ import hmac
 import os
 import struct
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -91,11 +90,6 @@ class Seal:
             checksum = zlib.crc32(part, checksum)
         return checksum.to_bytes(4, "little")
 
-    def digest(self, parts: Iterable[bytes]) -> bytes:
-        """Eight bytes by which replicas compare what they have heard."""
-        key = hashlib.sha256(self.key).digest() if self.key else b""
-        return hashlib.blake2b(b"".join(parts), digest_size=8, key=key).digest()
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -107,14 +101,14 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Letter:
+class Message:
     """An opened message."""
 
     header: Header
     body: bytes
     seal: bytes
 
-    def words(self) -> str:
+    def text(self) -> str:
         """The body of a message that gives a reason."""
         return printable(self.body.decode(errors="replace"))
 
@@ -125,7 +119,7 @@ def seal_message(header: Header, body: bytes, seal: Seal) -> bytes:
     return b"".join((start, body, seal.of(start, body)))
 
 
-def unseal_message(message: bytes, expected: Expected, sender: int, seal: Seal) -> Letter:
+def unseal_message(message: bytes, expected: Expected, sender: int, seal: Seal) -> Message:
     """The message taken apart, verified. Bytes after the seal are padding that a transport may add; they must be
     zero."""
     if len(message) < HEADER_BYTES:
@@ -142,7 +136,7 @@ def unseal_message(message: bytes, expected: Expected, sender: int, seal: Seal) 
         why = "forged, of another key or damaged" if seal.key else "damaged on the way"
         raise WireError(f"{'HMAC' if seal.key else 'checksum'}: does not match the message; it was {why}")
     _check(header, expected, sender)
-    return Letter(header, body, mark)
+    return Message(header, body, mark)
 
 
 def _parse(raw: bytes, seal: Seal) -> tuple[Header, int]:

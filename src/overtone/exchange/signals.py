@@ -1,45 +1,64 @@
-"""Where a method's signal is read, and where the answer goes: the gradient, the drift of the weights, or nothing.
+"""Where a method's signal is measured, and where the answer goes: the gradient, the drift of the weights, or nothing.
 
 A signal is bound to one replica's parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-Settle = Callable[[Tensor], Tensor]
+from overtone.errors import MethodError
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a signal is measured, and where the answer goes: it is ``plus``, less ``minus`` if there is one."""
+
+    plus: Sequence[Tensor]
+    minus: Sequence[Tensor] | None = None
+    targets: Sequence[Tensor] = ()  # the rule's answer is written here, and handed to `Signal.answer`
+    present: Sequence[bool] = ()  # which parameters have a signal, to be sent to the others; empty if all always have
+    measured_at: Sequence[Tensor] | None = None  # a copy of the weights, if local steps may follow before the answer
+
+
+class Tensors(Protocol):
+    """The tensors that are exchanged; `Parameters` are such."""
+
+    exchanged: list[nn.Parameter]
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
 
 
 class Signal(Protocol):
-    """One replica's signal. ``inner_first``: the inner optimiser steps before the round, not after it."""
+    """One replica's signal."""
 
-    inner_first: bool
+    inner_first: bool  # the inner optimizer steps before the round, not after it
+    keeps_start: bool  # it remembers a copy of the weights
+    tells_presence: bool  # a parameter may have no signal, and the others must know
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None: ...
+    def __init__(self, parameters: Tensors) -> None: ...
 
     def begin(self) -> None:
-        """The weights are now where the first round starts."""
+        """The next drift is measured from the weights as they are now."""
         ...
 
-    def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        """The signal is the first tensors, less the second if there are any."""
+    def measure(self, *, overlapped: bool = False) -> Sources:
+        """The tensors to measure the signal from. ``overlapped``: local steps may follow before the answer."""
         ...
 
-    def present(self) -> list[bool]:
-        """Which parameters have a signal now, to be told to the others; empty if all always have one."""
-        ...
-
-    def targets(self) -> list[Tensor]:
-        """Where to write the rule's answer; to be followed by `wrote`."""
-        ...
-
-    def wrote(self, targets: list[Tensor], settle: Settle, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
-        """The answer is in the targets; ``present`` says which parameters had a signal on any replica, ``scale`` is the
+    def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
+        """The answer is in the targets. ``present`` says which parameters had a signal on any replica, ``scale`` is the
         loss scale that gradients carry."""
+        ...
+
+    def restart(self, sources: Sources) -> None:
+        """The signal is in the rule's state, but no answer will come: measure on from where it was measured."""
         ...
 
     def state(self) -> list[Tensor]:
@@ -55,101 +74,105 @@ class Drift:
     """
 
     inner_first = True
+    keeps_start = True
+    tells_presence = False
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Tensors) -> None:
+        self.parameters = parameters
         self.start: list[Tensor] = []
 
-    @property
-    def weights(self) -> list[Tensor]:
-        # Asked for each time: `model.to(...)` and the like give a parameter new storage.
-        return [p.detach() for p in self.parameters]
-
     def begin(self) -> None:
-        self.start = [w.clone() for w in self.weights]
+        self.start = [w.clone() for w in self.parameters.tensors]
 
-    def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        return self.start, self.weights
+    def measure(self, *, overlapped: bool = False) -> Sources:
+        weights = self.parameters.tensors
+        if not overlapped:
+            return Sources(self.start, weights, weights)
+        answers = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+        return Sources(self.start, weights, answers, measured_at=[weight.clone() for weight in weights])
 
-    def present(self) -> list[bool]:
-        return []
+    def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:  # noqa: ARG002
+        if sources.measured_at is None:
+            for start, weight in zip(self.start, sources.targets, strict=True):
+                start.copy_(weight)
+            return
+        # Local steps lie between: the weights move by a shift, so that these steps stay. The start moves by the same
+        # shift, so that they are the next drift.
+        pairs = zip(sources.measured_at, sources.targets, strict=True)
+        shifts = [answer.sub_(was) for was, answer in pairs]
+        self.restart(sources)
+        for start, weight, shift in zip(self.start, self.parameters.tensors, shifts, strict=True):
+            weight.add_(shift)
+            start.add_(shift)
 
-    def targets(self) -> list[Tensor]:
-        return self.weights
-
-    def wrote(
-        self,
-        targets: list[Tensor],
-        settle: Settle,
-        *,
-        present: Sequence[bool] = (),  # noqa: ARG002
-        scale: float = 1.0,  # noqa: ARG002
-    ) -> None:
-        for start, weight in zip(self.start, targets, strict=True):
-            settle(weight)
-            start.copy_(weight)
+    def restart(self, sources: Sources) -> None:
+        if sources.measured_at is None:
+            self.begin()
+        else:
+            self.start = [weight.clone() for weight in sources.measured_at]
 
     def state(self) -> list[Tensor]:
         return self.start
 
 
 class Gradient:
-    """The gradient that backward left in the parameters; the answer replaces it, then the inner optimiser steps."""
+    """The gradient that backward left in the parameters; the answer replaces it, then the inner optimizer steps."""
 
     inner_first = False
+    keeps_start = False
+    tells_presence = True
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Tensors) -> None:
+        self.parameters = parameters
 
     def begin(self) -> None:
         pass
 
-    def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        return [_dense_gradient(p) for p in self.parameters], None
+    def measure(self, *, overlapped: bool = False) -> Sources:
+        if overlapped:
+            raise MethodError("gradients are exchanged before the inner step, so no local step can lie between")
+        parameters = self.parameters.exchanged
+        present = [p.grad is not None for p in parameters]
+        return Sources([_dense_gradient(p) for p in parameters], None, [_place_for(p) for p in parameters], present)
 
-    def present(self) -> list[bool]:
-        return [p.grad is not None for p in self.parameters]
-
-    def targets(self) -> list[Tensor]:
-        return [_place_for(p) for p in self.parameters]
-
-    def wrote(self, targets: list[Tensor], settle: Settle, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
-        for p, answer, somebody_had_one in zip(self.parameters, targets, present, strict=True):
-            settle(answer)
+    def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
+        for p, answer, somebody_had_one in zip(self.parameters.exchanged, sources.targets, present, strict=True):
             if scale != 1.0:
                 answer.mul_(scale)
-            # Unused on every replica: optimisers skip it, as they would without any exchange. A gradient of zeros is
+            # Unused on every replica: optimizers skip it, as they would without any exchange. A gradient of zeros is
             # another thing: momentum and weight decay go on. (A rule may answer from what it remembers, too.)
             if not somebody_had_one and not bool(answer.any()):
                 p.grad = None
             elif answer is not p.grad:
                 p.grad = answer.to(p.dtype)
 
+    def restart(self, sources: Sources) -> None:
+        pass
+
     def state(self) -> list[Tensor]:
         return []
 
 
 class Silence:
-    """No signal: the replica never speaks."""
+    """No signal: the replica never sends anything."""
 
     inner_first = True
+    keeps_start = False
+    tells_presence = False
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Tensors) -> None:
         pass
 
     def begin(self) -> None:
         pass
 
-    def sources(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        return [], None
+    def measure(self, *, overlapped: bool = False) -> Sources:  # noqa: ARG002
+        return Sources(())
 
-    def present(self) -> list[bool]:
-        return []
+    def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
+        pass
 
-    def targets(self) -> list[Tensor]:
-        return []
-
-    def wrote(self, targets: list[Tensor], settle: Settle, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
+    def restart(self, sources: Sources) -> None:
         pass
 
     def state(self) -> list[Tensor]:

@@ -1,56 +1,78 @@
-"""A replica's exchange state, to go on from: all of it after a stop, or the shared part of it as a newcomer."""
+"""What a replica remembers of the exchange, to go on from: all of it after a stop, or the shared part as a newcomer."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from overtone.errors import OvertoneError, StateError, shortened
-from overtone.exchange import agreement
-
-if TYPE_CHECKING:
-    from overtone.replica import Replica
+from overtone.exchange.buffers import Buffers
+from overtone.exchange.description import Description, compare_saved
+from overtone.exchange.message import NOBODY
+from overtone.exchange.signals import Signal
+from overtone.ledger import Ledger
+from overtone.rules import State
 
 COUNTS = ("steps", "rounds", "steps_at_round")
 
 
-def save(replica: Replica) -> dict[str, Any]:
-    if replica.proposing:
+@dataclass
+class ExchangeState:
+    """Everything that is exchanged and remembered. The handshake makes it, `save` and `restore` take it."""
+
+    run: bytes = NOBODY  # the id of this run; all replicas agree on it in the handshake
+    tensors: State = field(default_factory=dict)  # the rule's: anchor, momentum, residual, as flat coefficients
+    pattern: State = field(default_factory=dict)  # the pattern's own, if it has any
+    steps: int = 0  # local steps since the beginning
+    rounds: int = 0
+    steps_at_round: int = 0  # value of `steps` when the last round started
+    under_way: bool = False  # a round has started and not finished
+    broken: str = ""  # why no further round is possible
+
+    def counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in COUNTS}
+
+
+def save(
+    state: ExchangeState, description: Description, signal: Signal, buffers: Buffers, ledger: Ledger
+) -> dict[str, Any]:
+    """The saved form of a state. Tensors are references."""
+    if state.under_way:
         raise StateError("state_dict: in the middle of a round nothing is settled; save after it")
-    _refuse_at_anchor(replica, "state_dict", "save")
-    replica.refuse_changes("state_dict")
-    return {
-        "about": dict(replica.about),
-        "counts": {name: getattr(replica, name) for name in COUNTS},
-        "state": dict(replica.state),
-        "signal": list(replica.signal.state()),
-        "buffers": list(replica.buffers.shared),
-        "ledger": replica.transport.ledger.state_dict(),
+    saved = {
+        "about": dict(description),
+        "counts": state.counts(),
+        "state": dict(state.tensors),
+        "signal": list(signal.state()),
+        "buffers": list(buffers.shared),
+        "ledger": ledger.state_dict(),
     }
+    return {**saved, "pattern": dict(state.pattern)} if state.pattern else saved
 
 
-def restore(replica: Replica, saved: Mapping[str, Any]) -> None:
-    """Nothing is touched unless all of it fits."""
-    _refuse_at_anchor(replica, "load_state_dict", "load")
-    replica.refuse_changes("load_state_dict")
+def restore(
+    state: ExchangeState,
+    saved: Mapping[str, Any],
+    description: Description,
+    signal: Signal,
+    buffers: Buffers,
+    ledger: Ledger,
+) -> None:
+    """Into ``state``, signal, buffers and ledger. Nothing is touched unless all of it fits."""
     try:
-        agreement.compare_saved(saved.get("about", {}), replica.about)
-        pairs = [(tensor, saved["state"][name]) for name, tensor in replica.state.items()]
-        pairs += _paired(replica.signal.state(), saved["signal"])
-        pairs += _paired(replica.buffers.shared, saved["buffers"])
+        compare_saved(saved.get("about", {}), description)
+        pairs = _pairs(state, saved, signal, buffers)
         counts = {name: int(saved["counts"][name]) for name in COUNTS}
         if not 0 <= counts["steps_at_round"] <= counts["steps"] or counts["rounds"] < 0:
             raise ValueError(f"counts {counts}")
-        ledger = saved["ledger"]
-        type(replica.transport.ledger)().load_state_dict(ledger)  # a trial, on one that nobody needs
-        if unknown := set(ledger) - set(replica.transport.ledger.counts):
+        Ledger().load_state_dict(saved["ledger"])  # a trial, on one that nobody needs
+        if unknown := set(saved["ledger"]) - set(ledger.counts):
             raise ValueError(f"phases {sorted(unknown)} of the ledger")
-        for mine, theirs in pairs:
-            if mine.shape != theirs.shape:
-                raise ValueError(f"a tensor of shape {tuple(theirs.shape)} where {tuple(mine.shape)} belongs")
     except OvertoneError:
         raise
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -59,49 +81,82 @@ def restore(replica: Replica, saved: Mapping[str, Any]) -> None:
     for mine, theirs in pairs:
         mine.copy_(theirs)
     for name, count in counts.items():
-        setattr(replica, name, count)
-    replica.transport.ledger.load_state_dict(ledger)
-    replica.broken = ""
+        setattr(state, name, count)
+    ledger.load_state_dict(saved["ledger"])
+    state.broken = ""
 
 
-def _refuse_at_anchor(replica: Replica, verb: str, do: str) -> None:
-    if replica.showing_anchor:
-        raise StateError(
-            f"{verb}: inside `with replica.anchor()` the weights are not the replica's own; {do} after leaving it"
-        )
+def _pairs(
+    state: ExchangeState, saved: Mapping[str, Any], signal: Signal, buffers: Buffers
+) -> list[tuple[Tensor, Tensor]]:
+    """Each tensor to write into, with the saved one."""
+    pairs = [(tensor, saved["state"][name]) for name, tensor in state.tensors.items()]
+    pairs += [(tensor, saved["pattern"][name]) for name, tensor in state.pattern.items()]
+    pairs += zip(signal.state(), saved["signal"], strict=True)
+    pairs += zip(buffers.shared, saved["buffers"], strict=True)
+    for mine, theirs in pairs:
+        if mine.shape != theirs.shape:
+            raise ValueError(f"a tensor of shape {tuple(theirs.shape)} where {tuple(mine.shape)} belongs")
+    return pairs
 
 
-def share(replica: Replica) -> dict[str, Any]:
-    """What a newcomer takes over: the anchor, what else the rule shares, buffers, counts.
+@dataclass(frozen=True)
+class Shared:
+    """What a newcomer takes over from a peer."""
 
-    Where the weights serve as anchor (gradient methods) they follow from the inner optimiser, so its state goes along.
-    """
-    return {
-        "tensors": _shared_tensors(replica),
-        "inner": None if "anchor" in replica.state else replica.inner.state_dict(),
-        "counts": {name: getattr(replica, name) for name in COUNTS},
-    }
+    tensors: list[Tensor]
+    inner: dict[str, Any] | None  # the inner optimizer's state, where the weights serve as anchor and follow from it
+    counts: dict[str, int]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return _bytes_of([self.tensors, self.inner or {}])
 
 
-def adopt(replica: Replica, shared: Mapping[str, Any]) -> None:
-    """Go on from a peer's `share` with nothing left to say of one's own: the residual is empty."""
-    for vector in replica.state.values():
+def share(
+    state: ExchangeState, names: Sequence[str], anchor: Sequence[Tensor], buffers: Buffers, inner: torch.optim.Optimizer
+) -> Shared:
+    """The shared part of a replica: the anchor (or the weights, where they serve as one), the rule's shared vectors
+    (``names``), buffers, counts."""
+    return Shared(
+        tensors=shared_tensors(state, names, anchor, buffers),
+        inner=None if "anchor" in state.tensors else inner.state_dict(),
+        counts=state.counts(),
+    )
+
+
+def adopt(
+    state: ExchangeState,
+    shared: Shared,
+    names: Sequence[str],
+    anchor: Sequence[Tensor],
+    buffers: Buffers,
+    inner: torch.optim.Optimizer,
+) -> None:
+    """Go on from a peer's `share`. The residual is empty: a newcomer owes nothing."""
+    for vector in state.tensors.values():
         vector.zero_()
-    for mine, theirs in zip(_shared_tensors(replica), shared["tensors"], strict=True):
+    for mine, theirs in zip(shared_tensors(state, names, anchor, buffers), shared.tensors, strict=True):
         mine.copy_(theirs)
-    if shared["inner"] is not None:
-        replica.inner.load_state_dict(copy.deepcopy(shared["inner"]))
-    replica.buffers.put(replica.buffers.shared)
-    if "anchor" in replica.state:
-        replica.show(replica.state["anchor"])
-    for name, count in shared["counts"].items():
-        setattr(replica, name, count)
+    if shared.inner is not None:
+        inner.load_state_dict(copy.deepcopy(shared.inner))
+    buffers.put(buffers.shared)
+    for name, count in shared.counts.items():
+        setattr(state, name, count)
 
 
-def _shared_tensors(replica: Replica) -> list[Tensor]:
-    also = [replica.state[name] for name in replica.method.rule.shared if name in replica.state and name != "anchor"]
-    return [*replica.anchor_tensors(), *also, *replica.buffers.shared, *replica.buffers.counter_tensors()]
+def shared_tensors(
+    state: ExchangeState, names: Sequence[str], anchor: Sequence[Tensor], buffers: Buffers
+) -> list[Tensor]:
+    also = [state.tensors[name] for name in names if name in state.tensors and name != "anchor"]
+    return [*anchor, *also, *buffers.shared, *buffers.counter_tensors()]
 
 
-def _paired(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(mine, theirs, strict=True))
+def _bytes_of(tree: object) -> int:
+    """The bytes of all tensors in nested containers."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, Mapping):
+        return sum(map(_bytes_of, tree.values()))
+    return sum(map(_bytes_of, tree)) if isinstance(tree, list | tuple) else 0

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from overtone.coding import fingerprint
 from overtone.common.machine_errors import in_words
 from overtone.errors import OvertoneError, PeerError, RelayedError, WireError, printable
-from overtone.exchange.message import NOBODY, Expected, Header, Kind, Letter, Seal, seal_message, unseal_message
-from overtone.exchange.patterns import tell
-from overtone.exchange.steps import hold
-from overtone.transport import Begun, Solo, Torch
+from overtone.exchange.consensus import gather_sealed
+from overtone.exchange.message import NOBODY, Expected, Header, Kind, Message, Seal, seal_message, unseal_message
+from overtone.transport import Solo, run_exchange
+from overtone.world.process_group import Begun, Torch
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ class Upkeep:
         self.seal = seal or Seal.with_key(None)
         self.world = NOBODY
         self._told = 0
+        self.phase = "setup"  # of the ledger; "upkeep" once the replicas train
         nonces = self.tell(os.urandom(16).hex())
         self.world = fingerprint.of_text(json.dumps(nonces))
 
@@ -45,10 +46,9 @@ class Upkeep:
         """Everybody's value, in the order of ranks. A collective: every rank must come here, or all wait."""
         header = self.header(self._told)
         self._told += 1
-        ledger = self.transport.ledger
-        talk = tell("word", header, json.dumps(value).encode(), self.transport.peers, self.seal, _value, MOST)
-        with ledger.during("setup" if ledger.phase == "setup" else "upkeep"):
-            return hold(talk, self.transport)
+        body = json.dumps(value).encode()
+        exchange = gather_sealed("word", header, body, self.transport.peers, self.seal, _value, MOST)
+        return run_exchange(exchange, self.transport, self.phase)
 
     def header(self, count: int) -> Header:
         return Header(Kind.CONTROL, self.transport.rank, count, 0, self.world, NOBODY, NOBODY, NOBODY)
@@ -70,7 +70,7 @@ class Upkeep:
         return result
 
 
-def _value(letter: Letter) -> Any:
+def _value(letter: Message) -> Any:
     try:
         return json.loads(letter.body)
     except (RecursionError, ValueError) as error:
@@ -152,7 +152,7 @@ class Pulse:
             return
         self._trained = True
         self.upkeep.tell("trained")  # until all have come here, they may still ask
-        self.upkeep.transport.watchdog.idle = lambda: None  # type: ignore[union-attr]
+        self.upkeep.transport.watchdog.idle = None  # type: ignore[union-attr]
         if self._said < max(self.upkeep.tell(self._said)):
             self._begin()
         if self._begun is not None:
@@ -181,20 +181,19 @@ class Pulse:
         self._begun = self._way.begin_gather(seal_message(header, bytes([number]), self.upkeep.seal))
         self._said += 1
 
-    def _heard(self, *, wait: bool = False) -> list[Letter] | None:
+    def _heard(self, *, wait: bool = False) -> list[Message] | None:
         """Everybody's word, once all have come."""
         assert self._way is not None
         if self._begun is None:
             return None
-        with self._way.ledger.during("upkeep"):
-            messages = self._begun.messages(wait=wait)
+        messages = self._begun.messages(wait=wait)
         if messages is None:
             return None
         self._begun = None
         expected = Expected(self._said - 1, self.upkeep.world, NOBODY)
         return [self._opened(message, expected, rank) for rank, message in enumerate(messages)]
 
-    def _opened(self, message: bytes, expected: Expected, rank: int) -> Letter:
+    def _opened(self, message: bytes, expected: Expected, rank: int) -> Message:
         try:
             letter = unseal_message(message, expected, rank, self.upkeep.seal)
             if letter.header.kind is not Kind.CONTROL or len(letter.body) != 1 or letter.body[0] not in SIGNALS:

@@ -14,6 +14,7 @@ from torch import nn
 
 from overtone.common.machine_errors import in_words
 from overtone.errors import CheckpointError, ConfigError, GaveUpError, MismatchError, shortened
+from overtone.ledger import Count
 from overtone.replica import Replica
 from overtone.runs import average, directory, log, optimizers, records, toml, trackers
 from overtone.runs.checkpoint import format
@@ -26,8 +27,9 @@ from overtone.runs.loop import Own, Step, evaluate, local_steps, measure, prepar
 from overtone.runs.timing import Accounts
 from overtone.sim import rng
 from overtone.tasks import Feed, Task, load_task
-from overtone.transport import Solo, Torch
+from overtone.transport import Solo
 from overtone.world.join import whole_number
+from overtone.world.process_group import Torch
 
 # What may differ from host to host, or is compared by other means: the model by the greeting, the data by fingerprint.
 PRIVATE = ("out", "device", "threads", "timeout", "replicas", "task", "model", "data", "tokenizer")
@@ -71,6 +73,7 @@ class Session:
         self.lock = self.upkeep.all_or_none(lambda: self._claim(resume))
         model, inner = self.upkeep.all_or_none(self._build)
         self.replica = Replica(model, inner, self.method, self.transport)
+        self.upkeep.phase = "upkeep"
         self.saver = Saver(
             self.folder / directory.CHECKPOINTS,
             self.rank,
@@ -255,8 +258,9 @@ class Session:
         if self.method.consensus or self.method.every is None:
             return {}
         with self.accounts.during("evaluation"):
-            with self.transport.ledger.during("upkeep"):
-                mean = average.mean_of(self.transport.sum(average.share_of(self.replica.model, self.size)))
+            count = Count()
+            mean = average.mean_of(self.transport.sum(average.share_of(self.replica.model, self.size), count=count))
+            self.transport.ledger.add("upkeep", count)
             drift = max(self.upkeep.tell(average.drift_of(self.replica.model, mean)))
             return {"metrics_average": evaluate(self.task, average.with_values(self.replica.model, mean)),
                     "drift": drift}  # fmt: skip

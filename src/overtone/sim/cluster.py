@@ -1,12 +1,11 @@
 """K virtual replicas in one process on a virtual network: no ports, no threads, the same code path as a real run.
 
-`Cluster` holds K replicas and carries their talks in lockstep: everybody's half of an exchange is laid on a `Table`
-before anybody picks up the answer. A virtual clock turns the bytes of the ledger into seconds.
+`Cluster` holds K replicas and carries their exchanges in lockstep: all replicas put their side of a collective into a
+`Mailbox` before any of them takes the result. A virtual clock turns the bytes of each collective into seconds.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from overtone.errors import OvertoneError
-from overtone.exchange import state
 from overtone.exchange.inner_step import Closure
-from overtone.exchange.steps import Broadcast, Exchange, Gather, Sum, Talk
-from overtone.ledger import SIZE_BYTES, Ledger, Round
+from overtone.ledger import SIZE_BYTES, Count, Ledger, Round
 from overtone.methods import Method
 from overtone.replica import Replica
 from overtone.sim.network import Absence, Link
 from overtone.sim.rng import Randomness, seed_of
+from overtone.transport import AlwaysCommits, Broadcast, Collective, Exchange, Gather, Sum
 
 T = TypeVar("T")
 
@@ -30,59 +28,59 @@ Build = Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]
 
 
 @dataclass
-class Table:
-    """What the replicas of one exchange have laid down, by rank."""
+class Mailbox:
+    """What the replicas have put in for one collective, by rank."""
 
-    peers: list[int] = field(default_factory=list)  # who takes part in the conversation
-    laid: dict[int, Exchange] = field(default_factory=dict)
+    peers: list[int] = field(default_factory=list)  # who takes part in the exchange
+    posted: dict[int, Collective] = field(default_factory=dict)
     total: Tensor | None = None  # the sum is worked out once, not once per replica
 
 
-class Seat:
-    """One replica's transport inside the cluster: picks up what lies on the table."""
+class SimTransport(AlwaysCommits):
+    """One replica's transport inside the cluster: takes its results out of the mailbox."""
 
-    def __init__(self, rank: int, size: int, table: Table) -> None:
+    def __init__(self, rank: int, size: int, mailbox: Mailbox) -> None:
         self.rank = rank
         self.size = size
-        self.table = table
+        self.mailbox = mailbox
         self.ledger = Ledger()
 
     @property
     def peers(self) -> Sequence[int]:
-        return self.table.peers
+        return self.mailbox.peers
 
-    def _laid(self, kind: type[T]) -> list[T]:
-        laid = [self.table.laid[rank] for rank in self.peers] if self.rank in self.table.laid else []
-        found: list[T] = [exchange for exchange in laid if isinstance(exchange, kind)]
-        if not found or len(found) < len(laid):
+    def _posted(self, kind: type[T]) -> list[T]:
+        posted = [self.mailbox.posted[rank] for rank in self.peers] if self.rank in self.mailbox.posted else []
+        found: list[T] = [collective for collective in posted if isinstance(collective, kind)]
+        if not found or len(found) < len(posted):
             raise OvertoneError(
                 f"replica {self.rank} of a cluster cannot exchange by itself; call step() and finish() on the Cluster"
             )
         return found
 
-    def gather(self, message: bytes, *, most: int | None) -> list[bytes]:  # noqa: ARG002
-        messages = [laid.message for laid in self._laid(Gather)]
+    def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:  # noqa: ARG002
+        messages = [posted.message for posted in self._posted(Gather)]
         # As a real gather does: sizes first, then buffers of one length.
         longest = max(map(len, messages))
         if most is not None:
-            self.ledger.gathered(SIZE_BYTES, len(messages))
-        self.ledger.gathered(longest, len(messages))
+            count.gathered(SIZE_BYTES, len(messages))
+        count.gathered(longest, len(messages))
         return [message.ljust(longest, b"\0") for message in messages]
 
-    def sum(self, buffer: Tensor) -> Tensor:
-        laid = self._laid(Sum)
-        if self.table.total is None:
-            total = laid[0].buffer.clone()
-            for other in laid[1:]:
+    def sum(self, buffer: Tensor, *, count: Count) -> Tensor:
+        posted = self._posted(Sum)
+        if self.mailbox.total is None:
+            total = posted[0].buffer.clone()
+            for other in posted[1:]:
                 total.add_(other.buffer)
-            self.table.total = total
-        self.ledger.summed(buffer.numel() * buffer.element_size(), len(laid))
-        return self.table.total.clone()
+            self.mailbox.total = total
+        count.summed(buffer.numel() * buffer.element_size(), len(posted))
+        return self.mailbox.total.clone()
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        source = self._laid(Broadcast)[0].tensors
+    def broadcast(self, tensors: Sequence[Tensor], *, count: Count) -> None:
+        source = self._posted(Broadcast)[0].tensors
         size = sum(t.numel() * t.element_size() for t in tensors)
-        self.ledger.broadcast(size, list(self.peers).index(self.rank), len(self.peers))
+        count.broadcast(size, list(self.peers).index(self.rank), len(self.peers))
         if self.rank == self.peers[0]:
             return
         for mine, theirs in zip(tensors, source, strict=True):
@@ -124,16 +122,16 @@ class Cluster:
         self.clock = 0.0  # virtual seconds since the start
         self._busy = [0.0] * replicas  # virtual time up to which each replica has computed
         self._random = [Randomness(seed_of(seed, rank)) for rank in range(replicas)]
-        self.table = Table()
+        self.mailbox = Mailbox()
         self.replicas: list[Replica] = []
         for rank in range(replicas):
             with self._random[rank]:
                 model, inner = build(rank)
-                seat = Seat(rank, replicas, self.table)
-                self.replicas.append(Replica(model, inner, method, seat, buffers=buffers, join=False))
+                transport = SimTransport(rank, replicas, self.mailbox)
+                self.replicas.append(Replica(model, inner, method, transport, buffers=buffers, join=False))
         self.method = method
         self.rounds = 0
-        self._converse({rank: replica.joining() for rank, replica in enumerate(self.replicas)})
+        self.run_exchanges({rank: replica.joining() for rank, replica in enumerate(self.replicas)}, "setup")
 
     def present(self) -> list[Replica]:
         """The replicas that take part now."""
@@ -165,7 +163,7 @@ class Cluster:
         if not all(due):
             self.clock = max(self.clock, *(self._busy[r.transport.rank] for r in self.present()))
             return []
-        rounds = self._converse({r.transport.rank: r.rounding() for r in self.present()})
+        rounds = self.run_exchanges({r.transport.rank: r.rounding() for r in self.present()}, "rounds")
         self._advance()
         return rounds
 
@@ -176,7 +174,7 @@ class Cluster:
             if absence.covers(self.rounds):
                 self._rejoin(self.replicas[absence.rank], host)
         self.absences = ()
-        return self._converse({rank: replica.finishing() for rank, replica in enumerate(self.replicas)})
+        return self.run_exchanges({rank: replica.finishing() for rank, replica in enumerate(self.replicas)}, "finish")
 
     def _advance(self) -> None:
         """The round is over: whoever is due back rejoins from the anchor of a replica that was present."""
@@ -187,67 +185,57 @@ class Cluster:
                 self._rejoin(self.replicas[absence.rank], host)
 
     def _rejoin(self, guest: Replica, host: Replica) -> None:
-        shared = state.share(host)
-        state.adopt(guest, shared)
-        size = _bytes_of(shared)
-        guest.transport.ledger.now.received += size
-        host.transport.ledger.now.sent += size
+        shared = host.share()
+        guest.adopt(shared)
+        size = shared.size
+        guest.transport.ledger.add("rounds", Count(received=size))
+        host.transport.ledger.add("rounds", Count(sent=size))
         up, down = self.links[host.transport.rank], self.links[guest.transport.rank]
         seconds = max(up.seconds(size, 0, 1), down.seconds(0, size, 1))
         self._busy[guest.transport.rank] = self.clock + seconds
 
-    def _converse(self, talks: Mapping[int, Talk[T]]) -> list[T]:
-        """Carry all talks to their end, one exchange of everybody at a time."""
-        self.table.peers = sorted(talks)
+    def run_exchanges(self, exchanges: Mapping[int, Exchange[T]], phase: str) -> list[T]:
+        """Carry all exchanges to their end, one collective of everybody at a time; count them as part of ``phase``."""
+        mailbox = self.mailbox
+        mailbox.peers = sorted(exchanges)
         results: dict[int, T] = {}
-        heard: dict[int, object] = dict.fromkeys(talks)
-        while len(results) < len(talks):
-            self.table.laid.clear()
-            self.table.total = None
+        answers: dict[int, object] = dict.fromkeys(exchanges)
+        while len(results) < len(exchanges):
+            mailbox.posted.clear()
+            mailbox.total = None
             errors = []
-            for rank, talk in talks.items():
+            for rank, exchange in exchanges.items():
                 try:
-                    self.table.laid[rank] = talk.send(heard[rank])
+                    mailbox.posted[rank] = exchange.send(answers[rank])
                 except StopIteration as end:
                     results[rank] = end.value
-                except OvertoneError as error:  # the others shall hear of it too, and take back what they said
+                except OvertoneError as error:  # the others shall go on to it too, and take back what they sent
                     errors.append(error)
             if errors:
                 raise errors[0]
-            if self.table.laid and results:
+            if mailbox.posted and results:
                 raise OvertoneError(
-                    f"ranks {sorted(results)} ended the conversation, ranks {sorted(self.table.laid)} did not"
+                    f"ranks {sorted(results)} ended the exchange, ranks {sorted(mailbox.posted)} did not"
                 )
-            if self.table.laid:
-                heard = self._carry()
-        return [results[rank] for rank in talks]
+            if mailbox.posted:
+                answers = self._carry(phase)
+        return [results[rank] for rank in exchanges]
 
-    def _carry(self) -> dict[int, object]:
-        """One exchange: everybody picks up the answer, and the clock moves by what the slowest needs."""
-        ranks = sorted(self.table.laid)
-        seats = {rank: self.replicas[rank].transport for rank in ranks}
-        before = {rank: copy.copy(seats[rank].ledger.now) for rank in ranks}
-        heard: dict[int, object] = {rank: self.table.laid[rank].carry(seats[rank]) for rank in ranks}
-        begin = max(self._busy[rank] for rank in ranks)  # an exchange waits for the slowest replica
+    def _carry(self, phase: str) -> dict[int, object]:
+        """One collective: everybody takes the result, and the clock moves by the time that the slowest needs."""
+        posted = {rank: self.mailbox.posted[rank] for rank in sorted(self.mailbox.posted)}
+        transports = {rank: self.replicas[rank].transport for rank in posted}
+        answers: dict[int, object] = {rank: one.carry(transports[rank]) for rank, one in posted.items()}
+        begin = max(self._busy[rank] for rank in posted)  # a collective waits for the slowest replica
         end = begin + max(
-            self.links[rank].seconds(now.sent - was.sent, now.received - was.received, now.hops - was.hops)
-            for rank, was in before.items()
-            for now in (seats[rank].ledger.now,)
+            self.links[rank].seconds(one.count.sent, one.count.received, one.count.hops) for rank, one in posted.items()
         )
-        for rank in ranks:
-            seats[rank].ledger.now.waiting += end - self._busy[rank]
+        for rank, one in posted.items():
+            one.count.waiting += end - self._busy[rank]
+            transports[rank].ledger.add(phase, one.count)
             self._busy[rank] = end
         self.clock = max(self.clock, end)
-        return heard
-
-
-def _bytes_of(shared: object) -> int:
-    """The bytes of all tensors in a nest of containers."""
-    if isinstance(shared, Tensor):
-        return shared.numel() * shared.element_size()
-    if isinstance(shared, Mapping):
-        return sum(map(_bytes_of, shared.values()))
-    return sum(map(_bytes_of, shared)) if isinstance(shared, list | tuple) else 0
+        return answers
 
 
 def _one_each(name: str, value: T | Sequence[T], count: int, kind: type) -> list[T]:

@@ -1,4 +1,4 @@
-"""What may be said about a task, as flags and in files."""
+"""The options of a task, as flags on the command line and as keys in TOML files. Each string is a flag's help text."""
 
 from __future__ import annotations
 
@@ -9,76 +9,72 @@ from typing import Literal
 from overtone.common.limits import SIZES, Limit, check
 from overtone.errors import TaskError
 
-MOST_SIDE = 1 << 14
+MAX_SIDE = 1 << 14
+TASK_LIMITS = {
+    "skew": Limit("the share of the samples that is divided in order", 0, 1),
+    "valid_samples": Limit("validation windows or images", 1, 10**9),
+}
+IMAGE_LIMITS = {
+    "side": Limit("pixels of an image's side", 1, MAX_SIDE),
+    "crop": Limit("pixels to shift training images by", 0, MAX_SIDE),
+}
 
 
 @dataclass(frozen=True)
 class Language:
-    """The language task."""
+    """Options of the language task."""
 
     context: int = 64
-    """Tokens of a window."""
+    """Number of tokens in a window, which is one sample."""
     tokenizer: Path | None = None
-    """A `tokenizers` file (tokenizer.json); bytes by default."""
+    """A tokenizer.json of the tokenizers library. By default a token is a byte."""
     width: int | None = None
-    """Of the transformer, in place of the preset's own."""
+    """Width of the transformer. By default the preset's own."""
     layers: int | None = None
-    """Likewise."""
+    """Number of transformer layers. By default the preset's own."""
     heads: int | None = None
-    """Likewise."""
+    """Number of attention heads in each layer. By default the preset's own."""
 
     def __post_init__(self) -> None:
         check(self, SIZES, TaskError)
 
 
-IMAGE = {
-    "side": Limit("pixels of an image's side", 1, MOST_SIDE),
-    "crop": Limit("pixels to shift training images by", 0, MOST_SIDE),
-}
-
-
 @dataclass(frozen=True)
 class Image:
-    """The image task."""
+    """Options of the image task."""
 
     stem: Literal["small", "full"] = "small"
-    """small: a 3x3 convolution, for images of about 32 pixels; full: 7x7 and pooling, for 224."""
+    """First layers of a ResNet. small: a 3x3 convolution, for about 32 pixels; full: 7x7 and pooling, for about 224."""
     side: int | None = None
-    """Resize images to this many pixels; by default they must be of one size."""
+    """Resize all images to this height and width in pixels. By default all must have one size already."""
     flip: bool = False
-    """Mirror half of the training images."""
+    """Mirror a random half of the training images."""
     crop: int = 0
-    """Shift training images by up to this many pixels each way."""
+    """Shift each training image at random, by up to this many pixels in each direction."""
 
     def __post_init__(self) -> None:
-        check(self, IMAGE, TaskError)
-
-
-TASK = {
-    "skew": Limit("the share of the samples that is dealt in order", 0, 1),
-    "valid_samples": Limit("validation windows or images", 1, 10**9),
-}
+        check(self, IMAGE_LIMITS, TaskError)
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What to train, on what."""
+    """The model to train, and the data to train it on."""
 
     task: str = "language"
-    """language, image, or the path of a Python file with a task of your own."""
+    """The task: language, image, or the path of a Python file with a task of your own."""
     model: str | None = None
-    """A preset (byte, gpt2-1m, llama-30m, resnet-18 …; an unknown name lists them) or a local config.json."""
+    """A preset (byte, gpt2-1m, resnet-18 …; an unknown name lists all) or a config.json. Default: byte, resnet-tiny."""
     data: str | None = None
-    """A file or folder, or hub:NAME to stream from the hub; by default one that needs no download."""
+    """A file, a folder, or hub:NAME to stream from the hub. By default Python's sources, or scikit-learn's digits."""
     skew: float = 0.0
-    """0: shards dealt at random; 1: sorted, by label or by place in the text; between: a mixture."""
+    """Share of the samples that replicas get in order (by label, or by place in the text) and not at random."""
     valid_samples: int = 256
-    """Validation windows or images."""
+    """Number of validation samples: windows of text, or images."""
     language: Language = field(default_factory=Language)
     image: Image = field(default_factory=Image)
 
     def __post_init__(self) -> None:
-        check(self, TASK, TaskError)
+        check(self, TASK_LIMITS, TaskError)
         for name in ("task", "model", "data"):
             if getattr(self, name) == "":
                 raise TaskError(f"{name}='': empty; give a name or a path, or leave it out")

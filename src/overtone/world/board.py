@@ -66,20 +66,19 @@ class Board:
         self._opened = math.inf  # when, in this exchange
         self._answered = 0.0
         self._stop: threading.Event | None = None
+        self.is_open = False
 
     # -- while waiting ---------------------------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Another exchange begins."""
-        self.exchange += 1
-        self._opened = math.inf
-
-    def open(self, period: float = PERIOD) -> None:
-        """Begin to tell the others that this replica waits, and to look who else does."""
-        if self.store is None or self._stop is not None:
+    def open(self, exchange: int, period: float = PERIOD) -> None:
+        """Begin to tell the others that this replica waits in this exchange, and to look who else does."""
+        if self.exchange != exchange:
+            self.exchange, self._opened = exchange, math.inf
+        if self.store is None or self.is_open:
             return
         self.period = period
         self._stop = threading.Event()
+        self.is_open = True
         self._opened = self._answered = time.monotonic()
         # A thread: a store that is cut off does not answer, and whoever waits must go on hearing signals.
         threading.Thread(target=self._look, args=(self._stop,), name="board", daemon=True).start()
@@ -88,6 +87,7 @@ class Board:
         if self._stop is not None:
             self._stop.set()
             self._stop = None
+            self.is_open = False
 
     def _look(self, stop: threading.Event) -> None:
         with suppress(RuntimeError):  # the store is gone: `absent` says so

@@ -13,8 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from overtone.errors import EnvironmentVariableError, PeerError, shortened
-from overtone.transport import FOREVER, Solo, Torch
+from overtone.transport import Solo
 from overtone.world.board import Board
+from overtone.world.process_group import FOREVER, Torch
 from overtone.world.watchdog import Watchdog
 
 MEETING = "OVERTONE_MEETING"  # the file in which the replicas of a launcher of ours meet

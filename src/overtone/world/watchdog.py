@@ -11,7 +11,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 from overtone.errors import MethodError, PeerError
 from overtone.world.board import PERIOD, Board
@@ -22,6 +24,7 @@ SLICE = 0.25  # seconds: as long as a signal may have to wait for an answer
 SOON = 2.0  # seconds of waiting after which the board is opened
 NOTICE = 60.0  # seconds of waiting after which a line says for whom; then twice as long, and so on
 LEAST = 600.0  # seconds: no default time-out is shorter
+MARGIN = 5.0  # seconds after its time-out at which torch gives up a collective by itself, so that a process can end
 ROUNDS = 4  # … nor shorter than so many of the longest round so far
 SLOWEST = 125_000  # bytes a second, 1 Mbit/s: a message may take as long as it does at this rate
 LONGEST = 30 * 86400.0  # seconds that a time-out may have
@@ -42,7 +45,8 @@ class Watchdog:
             )
         self.board = board
         self.timeout = timeout
-        self.idle: Callable[[], None] = _nothing  # called while waiting, about once per slice
+        self.idle: Callable[[], None] | None = None  # called while waiting, about once per slice
+        self.exchanges = 0  # so far; all replicas count alike
         self._longest = 0.0  # seconds from the end of one exchange to the end of the next
         self._ended = time.monotonic()
 
@@ -52,6 +56,16 @@ class Watchdog:
             return self.timeout
         worked = time.monotonic() - self._ended
         return min(LONGEST, max(LEAST, ROUNDS * max(self._longest, worked)) + size / SLOWEST)
+
+    def run(self, start: Callable[[Any], Any], options: Any, size: int, *, on_gpu: bool = False) -> None:
+        """Start a collective of ``size`` bytes, with torch's options for it, and wait for its end."""
+        limit = self.limit(size)
+        options.timeout = timedelta(seconds=limit + MARGIN)
+        work = start(options)
+        if on_gpu:
+            work.wait()  # the host does not wait for a GPU's collective: there is nothing to watch over here
+        else:
+            self.wait(partial(is_done, work), limit)
 
     def wait(
         self,
@@ -63,19 +77,19 @@ class Watchdog:
         begun: bool = False,
     ) -> None:
         """Until ``done(seconds)``, which waits that long, says so. ``missing`` tells who is waited for, and why it is
-        thought so; by default the board does. ``begun``: the board knows of this exchange already."""
+        thought so; by default the board does. ``begun``: this exchange was counted when it began."""
         begin, since = time.monotonic(), time.strftime("%H:%M:%S")
         missing = missing or self.board.absent
-        if not begun:
-            self.board.enter()
+        self.exchanges += not begun
         notice = NOTICE
         soon, period = min(SOON, limit / 4), min(PERIOD, limit / 8)
         try:
             while not done(SLICE):
-                self.idle()
+                if self.idle is not None:
+                    self.idle()
                 waited = time.monotonic() - begin
                 if waited > soon:
-                    self.board.open(period)
+                    self.board.open(self.exchanges, period)
                 if waited >= limit:
                     self._give_up(missing(), waited, since, what)
                 if waited >= notice:
@@ -83,7 +97,8 @@ class Watchdog:
                     self._say(f"waiting for {_names(missing())} since {since}, {waited:.0f} s, in {what}; gives up "
                               f"after {limit:.0f} s")  # fmt: skip
         finally:
-            self.board.close()
+            if self.board.is_open:
+                self.board.close()
         if notice > NOTICE:
             self._say(f"goes on after {time.monotonic() - begin:.0f} s of waiting")
         now = time.monotonic()
@@ -116,7 +131,7 @@ class Watchdog:
         """Why an exchange broke off, as far as is known: the last words of a replica that left, or who is missing."""
         for rank, words in self.board.last_words().items():
             return f"rank {rank} left: {words}"
-        absent = self.board.absent()
+        absent = self.board.absent() if self.board.exchange == self.exchanges else {}
         waited = f" while waiting for {_names(absent)}" if absent else ""
         return f"a replica died or the network was cut{waited} ({_brief(error)})"
 
@@ -135,14 +150,21 @@ class Watchdog:
             log.warning("overtone: rank %d: %s", self.board.rank, words)
 
 
+def is_done(work: Any, seconds: float) -> bool:
+    """Wait so long for a collective. It raises when it failed; it also does when the time is over, and may go on."""
+    try:
+        work.wait(timedelta(seconds=max(seconds, 0.001)))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it has ended since: well, or with an error of its own
+    return True
+
+
 def _names(absent: Mapping[int, str]) -> str:
     if not absent:
         return "a peer"
     return f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-
-
-def _nothing() -> None:
-    pass
 
 
 def _brief(error: Exception) -> str:

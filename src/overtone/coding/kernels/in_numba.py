@@ -18,17 +18,8 @@ from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from overtone.coding.bits import Reader, field_bytes
-from overtone.coding.kernels.in_torch import (
-    EXCEPTIONAL,
-    FRACTION,
-    PASSES,
-    beyond,
-    largest_step,
-    miscounted,
-    open_positions,
-    widths,
-)
+from overtone.coding.bits import Reader, beyond, field_bytes, miscounted, open_positions, widths
+from overtone.coding.kernels.in_torch import EXCEPTIONAL, FRACTION, PASSES, largest_step
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overtone.coding.bits import (
-    Reader,
-    bytes_tensor,
-    field_bytes,
-    pack_fields,
-    pack_flags,
-    tensor_bytes,
-    unpack_fields,
-    unpack_flags,
-)
-from overtone.errors import WireError
+# Packing is the same on any device, so the functions of bits.py serve as they are.
+from overtone.coding.bits import bytes_tensor, pack_codes, pack_positions, unpack_fields, unpack_positions
+
+__all__ = [
+    "add",
+    "pack_codes",
+    "pack_positions",
+    "quantize",
+    "row_hashes",
+    "select",
+    "unpack_grid",
+    "unpack_positions",
+]
 
 EXCEPTIONAL = 4.0  # a value this many times its chunk's mean (more, where the grid reaches further) is an exception
 PASSES = 3  # of assigning levels and refitting the step
@@ -40,79 +42,6 @@ def select(coeffs: Tensor, k: int) -> Tensor:
         room = k - above.sum(dim=1, keepdim=True)
         chosen = above | (ties & (ties.cumsum(dim=1) <= room))
     return chosen.nonzero()[:, 1].view(c, k)
-
-
-# -- positions: Rice-coded gaps ------------------------------------------------------------------------------------
-
-
-def widths(area: int, k: int) -> range:
-    """The Rice widths worth trying: around the one that suits k positions spread evenly over ``area``."""
-    guess = (area // k).bit_length() - 1
-    return range(max(0, guess - 2), guess + 3)
-
-
-def longest_unary(shape: tuple[int, int], area: int, width: int) -> int:
-    """Bytes that the unary part cannot exceed: a one per position, and no chunk's gaps add up to more than it has."""
-    c, k = shape
-    return field_bytes(c * k + c * (area >> width), 1)
-
-
-def pack_positions(index: Tensor, area: int) -> bytes:
-    """Rice code of (c, k) ascending positions below ``area``: one byte of width, the low bits of the gaps verbatim,
-    their high parts in unary.
-
-    For the k strongest of 4096 this stays within 5 % of log2 C(4096, k): tests/test_kernels.py.
-    """
-    gaps = (torch.diff(index.cpu(), dim=1, prepend=torch.tensor(-1).expand(len(index), 1)) - 1).view(-1)
-    costs = {w: gaps.numel() * w + int((gaps >> w).sum()) for w in widths(area, index.shape[1])}
-    width = min(costs, key=lambda w: (costs[w], w))
-    ends = ((gaps >> width) + 1).cumsum(0) - 1  # where each unary number puts its closing one
-    unary = torch.zeros(int(ends[-1]) + 1, dtype=torch.bool)
-    unary[ends] = True
-    high = tensor_bytes(pack_flags(unary))
-    low = tensor_bytes(pack_fields(gaps & ((1 << width) - 1), width))
-    return bytes([width]) + low + len(high).to_bytes(4, "little") + high
-
-
-def unpack_positions(reader: Reader, shape: tuple[int, int], area: int, what: str) -> Tensor:
-    """(c, k) ascending positions, none beyond ``area``."""
-    width, low_bytes, high_bytes = open_positions(reader, shape, area, what)
-    c, k = shape
-    low = Reader(low_bytes).fields(c * k, width, what)
-    ends = unpack_flags(Reader(high_bytes).tensor(len(high_bytes), torch.uint8, what), len(high_bytes) * 8).nonzero()
-    if ends.numel() != c * k:
-        raise miscounted(what, c * k)
-    high = torch.diff(ends.view(-1), prepend=torch.tensor([-1])) - 1
-    index = ((high << width) + low + 1).view(shape).cumsum(1) - 1
-    if int(index[:, -1].max()) >= area:
-        raise beyond(what, area)
-    return index
-
-
-def open_positions(reader: Reader, shape: tuple[int, int], area: int, what: str) -> tuple[int, bytes, bytes]:
-    """Rice width, low parts and unary parts, their lengths checked."""
-    c, k = shape
-    width = reader.number(1, what)
-    allowed = widths(area, k)
-    if width not in allowed:
-        raise WireError(f"{what}: Rice width {width}, not in {allowed[0]} to {allowed[-1]}; the message is corrupt")
-    low = reader.take(field_bytes(c * k, width), what)
-    length = reader.number(4, what)
-    most = longest_unary(shape, area, width)
-    if length > most:
-        raise WireError(f"{what}: {length} bytes of unary numbers, at most {most} are possible; the message is corrupt")
-    high = reader.take(length, what)
-    if high[-1:] == b"\0":
-        raise WireError(f"{what}: unary numbers end with a zero byte; the message is corrupt")
-    return width, low, high
-
-
-def miscounted(what: str, due: int) -> WireError:
-    return WireError(f"{what}: more or fewer than the {due} positions that are due; the message is corrupt")
-
-
-def beyond(what: str, area: int) -> WireError:
-    return WireError(f"{what}: a position beyond the {area} there are; the message is corrupt")
 
 
 # -- values: a uniform grid per chunk ------------------------------------------------------------------------------
@@ -155,10 +84,6 @@ def _fit(whole: Tensor, mask: Tensor, half: int) -> tuple[Tensor, Tensor]:
 def largest_step(bits: int, dtype: torch.dtype) -> float:
     """The largest step with which every point of the grid is finite in ``dtype``."""
     return torch.finfo(dtype).max / max(1.0, (1 << (bits - 1)) - 0.5)
-
-
-def pack_codes(codes: Tensor, bits: int) -> bytes:
-    return tensor_bytes(pack_fields(codes.view(-1).cpu(), bits))
 
 
 def unpack_grid(packed: bytes, step: Tensor, k: int, bits: int) -> Tensor:

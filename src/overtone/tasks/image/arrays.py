@@ -1,4 +1,4 @@
-"""Labelled pictures as arrays, held in memory: scikit-learn's digits, npz files, IDX files (MNIST's form)."""
+"""Labelled images as arrays in memory: scikit-learn's digits, npz files, and IDX files (the form of MNIST)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from torch import Tensor
 
 from overtone.common.limits import refuse_beyond_memory
 from overtone.errors import TaskError
-from overtone.tasks.image.source import Arrays, Parts, are_bytes, checked_labels
-from overtone.tasks.sources import needs
+from overtone.tasks.image.source import ArraySource, Splits, check_labels, fits_bytes
+from overtone.tasks.sources import require
 
-RESIZED = 1024  # pictures at a time
+RESIZED_AT_ONCE = 1024  # images, as float32
+
+Labelled = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]  # images and labels
 
 
-def digits(side: int | None) -> Parts:
-    bunch = needs("sklearn.datasets", "task image").load_digits()
-    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # its greys are 0 to 16
+def load_digits(side: int | None) -> Splits:
+    """Load the 1797 digits of 8 × 8 pixels that come with scikit-learn."""
+    bunch = require("sklearn.datasets", "task image").load_digits()
+    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # scikit-learn has greys from 0 to 16
     return _in_memory((images, bunch.target), None, side, "digits")
 
 
-def npz(path: Path, side: int | None) -> Parts:
+def load_npz(path: Path, side: int | None) -> Splits:
+    """Load x_train, y_train and, if they are there, x_test, y_test; or x and y. Channels come last."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -38,7 +42,7 @@ def npz(path: Path, side: int | None) -> Parts:
                 if name in files:
                     arrays[name] = archive[name]
     except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise TaskError(f"data {path}: not a readable .npz of plain arrays ({error}); write it anew") from error
+        raise TaskError(f"data {path}: not a readable .npz of plain arrays ({error}); write it again") from error
     if {"x_train", "y_train"} <= arrays.keys() and ("x_test" in arrays) == ("y_test" in arrays):
         test = (arrays["x_test"], arrays["y_test"]) if "x_test" in arrays else None
         return _in_memory((arrays["x_train"], arrays["y_train"]), test, side, str(path))
@@ -49,10 +53,11 @@ def npz(path: Path, side: int | None) -> Parts:
     )
 
 
-def idx(folder: Path, side: int | None) -> Parts:
+def load_idx(folder: Path, side: int | None) -> Splits:
+    """Load the files train-images*, train-labels* and, if they are there, t10k-images*, t10k-labels*."""
     parts = []
     for part in ("train", "t10k"):
-        images, labels = idx_file(folder, f"{part}-images"), idx_file(folder, f"{part}-labels")
+        images, labels = find_idx_file(folder, f"{part}-images"), find_idx_file(folder, f"{part}-labels")
         if images is None and labels is None:
             continue
         if images is None or labels is None:
@@ -62,14 +67,18 @@ def idx(folder: Path, side: int | None) -> Parts:
     return _in_memory(parts[0], parts[1] if len(parts) > 1 else None, side, str(folder))
 
 
-def idx_file(folder: Path, start: str) -> Path | None:
+def find_idx_file(folder: Path, start: str) -> Path | None:
+    """Return the file whose name begins so, if there is one."""
     found = sorted(path for path in folder.glob(f"{start}*") if path.is_file())
-    return found[0] if found else None  # a plain file comes before the same with .gz
+    return found[0] if found else None  # sorted: a plain file comes before the same file with .gz
 
 
 def read_idx(path: Path, *, dimensions: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The array in an IDX file: two zero bytes, the type (8: bytes), the number of dimensions, each as a big-endian
-    32-bit number, then the values."""
+    """Return the array in an IDX file, which may be gzipped.
+
+    The form: two zero bytes, the type (8: bytes), the number of dimensions, the size of each as a big-endian 32-bit
+    number, then the values.
+    """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -77,7 +86,10 @@ def read_idx(path: Path, *, dimensions: tuple[int, ...]) -> np.ndarray[Any, np.d
     start = content[:4]
     if len(start) < 4 or start[:3] != b"\0\0\x08" or start[3] not in dimensions:
         wanted = " or ".join(f"0000080{d}" for d in dimensions)
-        raise TaskError(f"data {path}: starts with {start.hex() or 'nothing'}, an IDX file of bytes with {wanted}")
+        raise TaskError(
+            f"data {path}: starts with {start.hex() or 'nothing'}, but an IDX file of bytes starts with {wanted}; "
+            "download it again"
+        )
     body = 4 + 4 * start[3]
     shape = struct.unpack(f">{start[3]}I", content[4:body]) if len(content) >= body else (1 << 32,)
     if len(content) - body != math.prod(shape):
@@ -89,24 +101,21 @@ def read_idx(path: Path, *, dimensions: tuple[int, ...]) -> np.ndarray[Any, np.d
     return np.frombuffer(content, dtype=np.uint8, offset=body).reshape(shape)
 
 
-Labelled = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
-
-
-def _in_memory(train: Labelled, test: Labelled | None, side: int | None, where: str) -> Parts:
+def _in_memory(train: Labelled, test: Labelled | None, side: int | None, where: str) -> Splits:
     first = _arrays(*train, side, f"data {where}, training part")
     if test is None:
-        return Parts(first, None)
+        return Splits(first, None)
     second = _arrays(*test, side, f"data {where}, validation part")
-    ours, theirs = first.pixels, second.pixels
-    if ours.shape[1:] != theirs.shape[1:] or ours.dtype != theirs.dtype:
+    a, b = first.pixels, second.pixels
+    if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
         raise TaskError(
-            f"data {where}: training images are {ours.dtype} of shape {tuple(ours.shape[1:])}, validation images "
-            f"{theirs.dtype} of shape {tuple(theirs.shape[1:])}; give --side to resize, and the same kind of pixels"
+            f"data {where}: training images are {a.dtype} of shape {tuple(a.shape[1:])}, validation images "
+            f"{b.dtype} of shape {tuple(b.shape[1:])}; use one type of pixels, and --side to resize"
         )
-    return Parts(first, second)
+    return Splits(first, second)
 
 
-def _arrays(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], side: int | None, where: str) -> Arrays:
+def _arrays(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], side: int | None, where: str) -> ArraySource:
     if x.ndim == 3:
         x = x[..., None]
     if x.ndim != 4 or not 1 <= x.shape[3] <= 4 or 0 in x.shape:
@@ -114,30 +123,30 @@ def _arrays(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], side: int | None, 
             f"{where}: images of shape {x.shape}; use (n, height, width) or (n, height, width, channels) with 1 to 4 "
             "channels, which come last"
         )
-    labels = checked_labels(y, where)
+    labels = check_labels(y, where)
     if len(x) != len(labels):
-        raise TaskError(f"{where}: {len(x)} images, but {len(labels)} labels; one label for each image")
+        raise TaskError(f"{where}: {len(x)} images, but {len(labels)} labels; give one label for each image")
     if x.dtype.kind == "f":
         if not np.isfinite(x).all():
-            raise TaskError(f"{where}: pixels that are not finite; remove the infinities and NaNs")
+            raise TaskError(f"{where}: some pixels are not finite; remove infinities and NaNs")
         x = x.astype(np.float32)
-    elif x.dtype.kind in "iub" and are_bytes(x):
+    elif x.dtype.kind in "iub" and fits_bytes(x):
         x = x.astype(np.uint8)
     else:
         raise TaskError(f"{where}: pixels of type {x.dtype}; use floating numbers, or whole ones from 0 to 255")
     pixels = torch.from_numpy(np.ascontiguousarray(x.transpose(0, 3, 1, 2)))
-    return Arrays(pixels if side is None else resized(pixels, side), labels)
+    return ArraySource(pixels if side is None else resize_images(pixels, side), labels)
 
 
-def resized(pixels: Tensor, side: int) -> Tensor:
-    """(n, channels, side, side): bilinear, and averaged over what a smaller picture's pixels cover."""
+def resize_images(pixels: Tensor, side: int) -> Tensor:
+    """Return images of (n, channels, side, side): bilinear, with antialiasing, as Pillow does it for image files."""
     if pixels.shape[2:] == (side, side):
         return pixels
     count, channels = pixels.shape[:2]
-    room = (count * pixels.element_size() + 4 * min(count, RESIZED)) * channels * side * side
-    refuse_beyond_memory(room, f"side={side}: {count} images of that size", "use a smaller side", TaskError)
+    memory = (count * pixels.element_size() + 4 * min(count, RESIZED_AT_ONCE)) * channels * side * side
+    refuse_beyond_memory(memory, f"side={side}: {count} images of that size", "use a smaller side", TaskError)
     made = []
-    for part in pixels.split(RESIZED):
+    for part in pixels.split(RESIZED_AT_ONCE):
         small = F.interpolate(part.float(), size=(side, side), mode="bilinear", align_corners=False, antialias=True)
         made.append(small if pixels.is_floating_point() else small.round().clamp(0, 255).to(torch.uint8))
     return torch.cat(made)

@@ -1,6 +1,6 @@
-"""Raw pictures as a model sees them: normalised, and for training mirrored and shifted.
+"""Images as a model sees them: normalized, and for training mirrored and shifted at random.
 
-Batches have the shape of raw pictures, (n, channels, height, width), and are float32.
+Batches have the shape of raw images, (n, channels, height, width), and are float32.
 """
 
 from __future__ import annotations
@@ -13,31 +13,35 @@ from torch import Tensor
 
 from overtone.common.limits import refuse_beyond_memory
 from overtone.errors import TaskError
-from overtone.tasks.image.source import Form, Source, surveyed
+from overtone.tasks.image.source import ImageShape, Source, survey_rows
 
 
 @dataclass(frozen=True)
-class Look:
-    """How raw pictures become a model's input: (raw · scale − mean) / std, per channel."""
+class Normalization:
+    """Makes a model's input of raw pixels: (raw · scale − mean) / std, per channel."""
 
     scale: float
     mean: Tensor  # (channels,)
     std: Tensor
 
-    def normalised(self, raw: Tensor) -> Tensor:
+    def apply(self, raw: Tensor) -> Tensor:
+        """Return raw images, normalized, as float32."""
         x = raw.to(torch.float32) * self.scale
         return (x - self.mean.view(-1, 1, 1)) / self.std.view(-1, 1, 1)
 
 
-class Shown:
-    """Samples: pictures normalised, and if there are dice, mirrored and shifted by them."""
+class ImageSamples:
+    """Samples of a source: normalized images and their labels; with a generator also mirrored and shifted."""
 
-    def __init__(self, source: Source, form: Form, look: Look, *, flip: bool = False, crop: int = 0) -> None:
-        if crop and crop >= min(form.height, form.width):
-            raise TaskError(f"crop={crop}: less than the images' side ({form.size}), or nothing of them may be left")
+    def __init__(
+        self, source: Source, shape: ImageShape, normalization: Normalization, *, flip: bool = False, crop: int = 0
+    ) -> None:
+        if crop and crop >= min(shape.height, shape.width):
+            # A larger shift could leave nothing of an image.
+            raise TaskError(f"crop={crop}: must be less than the images' side ({shape.size}); use a smaller crop")
         self.source = source
-        self.form = form
-        self.look = look
+        self.shape = shape
+        self.normalization = normalization
         self.flip = flip
         self.crop = crop
         self.slow = source.slow
@@ -45,23 +49,24 @@ class Shown:
     def __len__(self) -> int:
         return len(self.source.labels)
 
-    def batch(self, rows: Tensor, dice: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        raw = self.source.raw(rows, self.form)
-        if dice is not None and self.flip:
-            raw = mirrored(raw, torch.rand(len(raw), generator=dice) < 0.5)
-        if dice is not None and self.crop:
-            by = torch.randint(-self.crop, self.crop + 1, (len(raw), 2), generator=dice)
-            raw = shifted(raw, by, self.crop)
-        return self.look.normalised(raw), self.source.labels[rows]
+    def batch(self, rows: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Return images and labels, (n, channels, height, width) and (n,). Without a generator nothing is random."""
+        raw = self.source.raw(rows, self.shape)
+        if generator is not None and self.flip:
+            raw = flip_images(raw, torch.rand(len(raw), generator=generator) < 0.5)
+        if generator is not None and self.crop:
+            by = torch.randint(-self.crop, self.crop + 1, (len(raw), 2), generator=generator)
+            raw = shift_images(raw, by, self.crop)
+        return self.normalization.apply(raw), self.source.labels[rows]
 
 
-def mirrored(raw: Tensor, which: Tensor) -> Tensor:
-    """Left and right change places in the pictures where ``which`` (n,) is true."""
+def flip_images(raw: Tensor, which: Tensor) -> Tensor:
+    """Mirror the images, left to right, for which ``which`` (n,) is true."""
     return torch.where(which.view(-1, 1, 1, 1), raw.flip(-1), raw)
 
 
-def shifted(raw: Tensor, by: Tensor, most: int) -> Tensor:
-    """Picture i moved by ``by[i]`` pixels, down and to the right, each at most ``most``; zeros (black) move in."""
+def shift_images(raw: Tensor, by: Tensor, most: int) -> Tensor:
+    """Move image i down and right by the two numbers in ``by[i]``, each at most ``most``; zeros (black) move in."""
     n, channels, height, width = raw.shape
     padded = F.pad(raw, (most, most, most, most))
     down = (most - by[:, 0, None] + torch.arange(height)).view(n, 1, height, 1)
@@ -69,21 +74,21 @@ def shifted(raw: Tensor, by: Tensor, most: int) -> Tensor:
     return padded[torch.arange(n).view(n, 1, 1, 1), torch.arange(channels).view(1, channels, 1, 1), down, right]
 
 
-def look_of(train: Source, form: Form) -> Look:
-    """The mean and deviation of each channel over the training pictures, or over a sample of those to be decoded."""
-    rows, at_once = surveyed(train), 16 if train.slow else 1024
-    room = 16 * min(len(rows), at_once) * form.channels * form.height * form.width
-    refuse_beyond_memory(room, f"images of {form.size}: to measure some of them", "give a smaller --side", TaskError)
-    total, squares = torch.zeros(2, form.channels, dtype=torch.float64)
+def measure_normalization(train: Source, shape: ImageShape) -> Normalization:
+    """Measure each channel's mean and standard deviation over the training images, or over some of a slow source."""
+    rows, at_once = survey_rows(train), 16 if train.slow else 1024
+    memory = 16 * min(len(rows), at_once) * shape.channels * shape.height * shape.width  # float64: x and x * x
+    refuse_beyond_memory(memory, f"images of {shape.size}: to measure some of them", "give a smaller --side", TaskError)
+    total, squares = torch.zeros(2, shape.channels, dtype=torch.float64)
     scale = 1.0
     for part in rows.split(at_once):
-        raw = train.raw(part, form)
+        raw = train.raw(part, shape)
         scale = 1.0 if raw.is_floating_point() else 1 / 255
         x = raw.to(torch.float64)
-        total += x.sum((0, 2, 3))  # exact for bytes, and so the same in any order
+        total += x.sum((0, 2, 3))  # exact for bytes, so the same in any order
         squares += (x * x).sum((0, 2, 3))
-    pixels = len(rows) * form.height * form.width
+    pixels = len(rows) * shape.height * shape.width
     mean = total / pixels
     std = (squares / pixels - mean * mean).clamp(min=0).sqrt()
-    std[std <= 1e-6 * mean.abs()] = 1 / scale  # a channel that never varies becomes zeros, not NaN or noise
-    return Look(scale, (mean * scale).float(), (std * scale).float())
+    std[std <= 1e-6 * mean.abs()] = 1 / scale  # a constant channel becomes zeros, not NaN or noise
+    return Normalization(scale, (mean * scale).float(), (std * scale).float())

@@ -15,7 +15,7 @@ from transformers.models.resnet.modeling_resnet import ResNetConvLayer
 
 
 class SmallResNetConfig(ResNetConfig):
-    """A ResNet's numbers; the type's name is what tells the stems apart in a config.json."""
+    """Sizes of a ResNet. In a config.json the stems are told apart by this model_type."""
 
     model_type = "overtone-small-resnet"
 
@@ -29,9 +29,9 @@ class SmallResNetForImageClassification(ResNetForImageClassification):
     def __init__(self, config: SmallResNetConfig) -> None:
         super().__init__(config)
         stem = self.resnet.embedder
-        # Under the same names as in the full stem, so that the weights of all later layers can move between the two.
+        # The same names as in the full stem, so that weights of all later layers can be copied between the two.
         stem.embedder = ResNetConvLayer(
             config.num_channels, config.embedding_size, kernel_size=3, stride=1, activation=config.hidden_act
         )
         stem.pooler = nn.Identity()  # type: ignore[assignment]
-        self.post_init()  # once more: only what is new is still without its initial weights
+        self.post_init()  # again, for the new stem: layers that have their initial weights keep them

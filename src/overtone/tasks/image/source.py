@@ -1,6 +1,6 @@
-"""Labelled pictures that can be asked for by number, wherever they come from.
+"""Labelled images that can be fetched by number, wherever they come from.
 
-Shapes: raw pictures are (n, channels, height, width), of bytes, or of float32 if that is what the file has.
+Shapes: raw images are (n, channels, height, width), of bytes, or of float32 if the file has floating pixels.
 """
 
 from __future__ import annotations
@@ -16,51 +16,54 @@ from torch import Tensor
 from overtone.coding import fingerprint
 from overtone.errors import TaskError
 
-MOST_CLASSES = 65_536  # beyond this a column of labels is more likely one of identities
-FORMS = (
+MAX_CLASSES = 65_536  # a column with more values is more likely one of identifiers than of labels
+SURVEY_SIZE = 512  # images of a slow source that are decoded to find its size, colours and mean
+DATA_FORMS = (
     "give a folder of images with one subfolder per class, a folder written by datasets' save_to_disk, an .npz with "
     "x_train, y_train, x_test, y_test, or a folder of IDX files"
 )
-SURVEYED = 512  # images that a slow source is judged by: their size, their colours, their mean
 
 
 @dataclass(frozen=True)
-class Form:
-    """What every picture of the data looks like."""
+class ImageShape:
+    """The shape that all images of a dataset have."""
 
     channels: int
     height: int
     width: int
-    resize: bool  # pictures of another size are made this size; else they are refused
+    resize: bool  # images of another size are resized to this one; otherwise they are refused
 
     @property
     def size(self) -> str:
+        """Height and width, for messages."""
         return f"{self.height}x{self.width}"
 
 
 class Source(ABC):
-    """Labelled pictures that can be asked for by number."""
+    """Labelled images that can be fetched by number."""
 
     labels: Tensor  # (n,) int64
-    slow: bool
+    slow: bool  # images have to be decoded, so batches are fetched ahead
 
     @abstractmethod
-    def form(self, side: int | None) -> Form: ...
+    def shape(self, side: int | None) -> ImageShape:
+        """Return the shape of all images: ``side`` by ``side`` pixels, or the size that they have."""
 
     @abstractmethod
-    def raw(self, rows: Tensor, form: Form) -> Tensor:
-        """(rows, channels, height, width), uint8 or float32."""
+    def raw(self, rows: Tensor, shape: ImageShape) -> Tensor:
+        """Return these images, (len(rows), channels, height, width), uint8 or float32."""
 
     @abstractmethod
-    def pick(self, rows: Tensor) -> Source: ...
+    def select(self, rows: Tensor) -> Source:
+        """Return a source of only these images."""
 
     @abstractmethod
-    def stamp(self) -> bytes:
-        """Eight bytes that differ when the data do."""
+    def fingerprint(self) -> bytes:
+        """Return eight bytes that are different for different data."""
 
 
-class Arrays(Source):
-    """Pictures in memory."""
+class ArraySource(Source):
+    """Images in memory."""
 
     slow = False
 
@@ -68,55 +71,62 @@ class Arrays(Source):
         self.pixels = pixels
         self.labels = labels
 
-    def form(self, side: int | None) -> Form:
+    def shape(self, side: int | None) -> ImageShape:
+        """Return the shape of the array. Its images were resized when they were loaded."""
         _, channels, height, width = self.pixels.shape
-        return Form(channels, height, width, resize=side is not None)
+        return ImageShape(channels, height, width, resize=side is not None)
 
-    def raw(self, rows: Tensor, form: Form) -> Tensor:  # noqa: ARG002
+    def raw(self, rows: Tensor, shape: ImageShape) -> Tensor:  # noqa: ARG002
+        """Return these images as they are."""
         return self.pixels[rows]
 
-    def pick(self, rows: Tensor) -> Arrays:
-        return Arrays(self.pixels[rows], self.labels[rows])
+    def select(self, rows: Tensor) -> ArraySource:
+        """Return a source with a copy of these images."""
+        return ArraySource(self.pixels[rows], self.labels[rows])
 
-    def stamp(self) -> bytes:
+    def fingerprint(self) -> bytes:
+        """Return the fingerprint of all pixels and labels."""
         return fingerprint.of_tensors([self.pixels, self.labels]) if len(self.labels) else bytes(8)
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a loader finds; no ``valid`` asks for a part of ``train`` to be held out."""
+class Splits:
+    """Training and validation images, as a loader finds them."""
 
     train: Source
-    valid: Source | None
-    classes: tuple[str, ...] | None = None  # their names, if they have any
+    valid: Source | None  # None: a part of `train` is to be held out
+    classes: tuple[str, ...] | None = None  # names of the classes, if the data has names
 
 
-def checked_labels(values: np.ndarray[Any, Any], where: str, *, below: int | None = None) -> Tensor:
-    """(n,) int64, from (n,) or (n, 1) whole numbers of any kind."""
-    if values.ndim == 2 and values.shape[1] == 1:  # as Keras has them
+def check_labels(values: np.ndarray[Any, Any], where: str, *, below: int | None = None) -> Tensor:
+    """Return labels as (n,) int64, from (n,) or (n, 1) whole numbers of any type."""
+    if values.ndim == 2 and values.shape[1] == 1:  # the form of Keras
         values = values[:, 0]
     if values.size == 0:
-        raise TaskError(f"{where}: no labelled images in it")
+        raise TaskError(f"{where}: has no labelled images; add some")
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise TaskError(f"{where}: labels are {values.dtype} of shape {values.shape}; one whole number for each image")
-    if not 0 <= int(values.min()) <= int(values.max()) < (below or MOST_CLASSES):
+        raise TaskError(
+            f"{where}: labels are {values.dtype} of shape {values.shape}; give one whole number for each image"
+        )
+    if not 0 <= int(values.min()) <= int(values.max()) < (below or MAX_CLASSES):
         raise TaskError(
             f"{where}: labels from {values.min()} to {values.max()}; number the classes from 0 to at most "
-            f"{(below or MOST_CLASSES) - 1}"
+            f"{(below or MAX_CLASSES) - 1}"
         )
     return torch.from_numpy(values.astype(np.int64))
 
 
-def are_bytes(array: np.ndarray[Any, Any]) -> bool:
+def fits_bytes(array: np.ndarray[Any, Any]) -> bool:
+    """Whether there are values, and all are from 0 to 255."""
     return array.size > 0 and bool(array.min() >= 0 and array.max() <= 255)
 
 
-def surveyed(source: Source) -> Tensor:
-    """The rows that a source is judged by: all of them if they are at hand, else some of them."""
-    return spread(len(source.labels), SURVEYED if source.slow else len(source.labels))
+def survey_rows(source: Source) -> Tensor:
+    """Return the rows that are looked at to describe a source: all of a fast one, some of a slow one."""
+    return evenly_spaced(len(source.labels), SURVEY_SIZE if source.slow else len(source.labels))
 
 
-def spread(size: int, most: int) -> Tensor:
-    """At most ``most`` of the numbers 0 to size − 1, evenly spaced."""
+def evenly_spaced(size: int, most: int) -> Tensor:
+    """Return at most ``most`` of the numbers 0 to size − 1, evenly spaced."""
     count = min(size, most)
     return torch.arange(count) * size // max(count, 1)

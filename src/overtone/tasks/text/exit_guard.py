@@ -1,8 +1,9 @@
-"""A program that streams ends as it should: the threads of the libraries below let go of its files first.
+"""Lets a program that streams data end without a crash.
 
-Arrow's threads may hold the last reference to a file that Python opened. One that drops it while the interpreter ends
-asks for a lock that it will never get, and the process aborts after its work is done (apache/arrow issue 45214; the
-datasets library sleeps for half a second in some places and hopes). Here the end waits until these files are gone.
+Threads of Arrow may hold the last reference to a file that Python opened. A thread that drops such a reference while
+the interpreter shuts down asks for a lock that it will never get, and the process aborts after its work is done
+(apache/arrow issue 45214; the datasets library sleeps half a second in some places to avoid this). So this module
+makes the end of the program wait until these files are gone.
 """
 
 from __future__ import annotations
@@ -16,53 +17,59 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
-PATIENCE = 10.0  # seconds, after which the program ends as it would have
+PATIENCE = 10.0  # seconds; after that the program ends whether or not files are left
 PAUSE = 0.005
 
 
-class Closes(Protocol):
-    def close(self) -> None: ...
+class Closable(Protocol):
+    """A reader that can be closed."""
+
+    def close(self) -> None:
+        """Release all files."""
+        ...
 
 
-_READERS: weakref.WeakSet[Closes] = weakref.WeakSet()
+_READERS: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
-def close_at_exit(reader: Closes) -> None:
-    """Close it when the interpreter ends, if it is still there then, and see to it that its files are released."""
+def close_at_exit(reader: Closable) -> None:
+    """When the interpreter ends, close the reader if it still exists, and wait until its files are released."""
     _READERS.add(reader)
     _register()
 
 
 @cache
 def _register() -> None:
-    atexit.register(_end)  # after the libraries were imported: theirs run later
+    # Functions run in reverse order of registration. This one is registered after the libraries were imported, so it
+    # runs before theirs.
+    atexit.register(_close_and_wait)
 
 
-def _end() -> None:
+def _close_and_wait() -> None:
     for reader in list(_READERS):
         reader.close()
     gc.collect()
-    settle(orphans)
+    wait(orphaned_files)
 
 
-def settle(left: Callable[[], list[Any]], patience: float = PATIENCE) -> bool:
-    """Wait until nothing is left; whether that came to be."""
+def wait(remaining: Callable[[], list[Any]], patience: float = PATIENCE) -> bool:
+    """Wait until ``remaining()`` is empty, at most ``patience`` seconds. Return whether it is."""
     until = time.monotonic() + patience
-    while left():
+    while remaining():
         if time.monotonic() > until:
             return False
-        time.sleep(PAUSE)  # lets the other threads have the interpreter's lock
+        time.sleep(PAUSE)  # other threads can take the interpreter's lock meanwhile
     return True
 
 
-def orphans() -> list[io.IOBase]:
-    """Files that no Python object refers to: whoever keeps them alive is native code."""
-    candidates = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase) and _is_done_with(each)]
+def orphaned_files() -> list[io.IOBase]:
+    """Return the files that are no longer in use and to which no Python object refers: native code holds them."""
+    candidates = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase) and _out_of_use(each)]
     return [each for each in candidates if all(other is candidates for other in gc.get_referrers(each))]
 
 
-def _is_done_with(file: io.IOBase) -> bool:
+def _out_of_use(file: io.IOBase) -> bool:
     try:
-        return file.closed or isinstance(file, io.BytesIO)  # which nobody closes
+        return file.closed or isinstance(file, io.BytesIO)  # nobody closes a BytesIO
     except ValueError:  # detached
         return False

@@ -1,0 +1,227 @@
+"""How all replicas come to the same conclusion: whose messages count, and whether the replicas still agree.
+
+No weight moves before everybody has read the same: a message that one rank cannot read is refused by all, naming its
+sender. An exchange of messages ends with a *verdict*, eight bytes that are equal on all ranks exactly if all have read
+the same. Only if they differ is there a *dispute*, in which every rank tells what it read of whom.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from overtone.errors import MismatchError, PeerError, WireError, printable
+from overtone.exchange.message import Expected, Header, Kind, Message, Seal, seal_message, unseal_message
+from overtone.transport import Exchange, Gather
+
+T = TypeVar("T")
+
+MOST_TEXT = 1 << 20  # bytes that a reason, a dispute or a handshake may take
+
+
+@dataclass
+class Inbox:
+    """The messages of one gather as this rank could read them, by sender."""
+
+    peers: Sequence[int]
+    messages: dict[int, Message] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)  # why a message could not be read
+
+    @property
+    def seals(self) -> dict[int, str]:
+        """By sender: the seal of its message, empty if it was refused."""
+        return {rank: self.messages[rank].seal.hex() if rank in self.messages else "" for rank in self.peers}
+
+
+def agree(
+    inbox: Inbox, mine: Header, expected: Expected, seal: Seal, refused: str = "raise", what: str = "message"
+) -> Exchange[dict[int, str]]:
+    """Who is left out of this exchange, and why: nobody if all have read the same; else the same ranks everywhere.
+
+    ``refused`` is the policy for a rank whose message was refused: "raise" on every rank, or "leave out".
+    """
+    own = verdict(inbox, mine, seal)
+    try:
+        verdicts = yield Gather(own, equal=True)
+    except PeerError as error:
+        # A stranger, or a replica of another version, does not stay for a dispute.
+        raise _refusal(expected, inbox.refused, what) if inbox.refused else error from error
+    if not inbox.refused and all(other == own for other in verdicts):
+        return {}
+    return (yield from dispute(inbox, mine, expected, seal, refused, what))
+
+
+def verdict(inbox: Inbox, mine: Header, seal: Seal) -> bytes:
+    """Eight bytes that are equal on all ranks exactly if all have read the same."""
+    return digest(seal, mine.run, mine.round.to_bytes(4, "little"), json.dumps(inbox.seals).encode())
+
+
+def digest(seal: Seal, *parts: bytes) -> bytes:
+    """Eight bytes that nobody without the key can make."""
+    key = hashlib.sha256(seal.key).digest() if seal.key else b""
+    return hashlib.blake2b(b"".join(parts), digest_size=8, key=key).digest()
+
+
+def dispute(
+    inbox: Inbox, mine: Header, expected: Expected, seal: Seal, refused: str = "raise", what: str = "message"
+) -> Exchange[dict[int, str]]:
+    """Every rank tells what it read of whom, and all come to the same conclusion: who is left out, and why."""
+    # The key "marks" is part of the wire format.
+    body = json.dumps({"marks": inbox.seals, "refused": inbox.refused}).encode()
+    gathered = yield Gather(seal_message(replace(mine, kind=Kind.DISPUTE), body, seal), most=MOST_TEXT)
+    try:
+        disputes = open_all("dispute", gathered, inbox.peers, expected, seal, _read_dispute)
+    except PeerError as error:
+        # With another key, nothing of a peer can be read: the first refusal tells more.
+        raise _refusal(expected, inbox.refused, what) if inbox.refused else error from error
+    left_out = {rank: why for rank in inbox.peers if (why := _complaint(rank, disputes))}
+    # If most would have to go, the fault is rather with the rank that could not read them.
+    if refused == "raise" or 2 * len(left_out) > len(inbox.peers):
+        told = "; ".join(f"the {what} of rank {rank} was refused {why}" for rank, why in left_out.items())
+        raise PeerError(f"round {expected.round}: {told or 'the verdict of a rank was damaged on the way'}")
+    return left_out
+
+
+def _refusal(expected: Expected, refused: Mapping[int, str], what: str) -> PeerError:
+    """The messages that this rank alone could not read."""
+    told = "; ".join(f"the {what} of rank {rank} was refused: {why}" for rank, why in refused.items())
+    return PeerError(f"round {expected.round}: {told}")
+
+
+def gather_sealed(
+    what: str,
+    header: Header,
+    body: bytes,
+    peers: Sequence[int],
+    seal: Seal,
+    parse: Callable[[Message], T],
+    most: int = MOST_TEXT,
+) -> Exchange[list[T]]:
+    """An all-gather of sealed messages: everybody's body, parsed, in rank order; read alike by all, or refused by all.
+
+    The schema is not compared here: where models differ, the handshake says so in words.
+    """
+    expected = Expected(header.round, header.run, header.schema)
+    gathered = yield Gather(seal_message(header, body, seal), most=most)
+    inbox, parsed = Inbox(peers), {}
+    for rank, raw in zip(peers, gathered, strict=True):
+        try:
+            message = unseal_message(raw, expected, rank, seal)
+            if message.header.kind is not header.kind:
+                raise WireError(f"kind: {message.header.kind.name.lower()} where a {what} is due")
+            parsed[rank] = parse(message)
+            inbox.messages[rank] = message
+        except WireError as error:
+            inbox.refused[rank] = str(error)
+    yield from agree(inbox, header, expected, seal, what=what)
+    return [parsed[rank] for rank in peers]
+
+
+def open_all(
+    what: str,
+    gathered: Sequence[bytes],
+    peers: Sequence[int],
+    expected: Expected,
+    seal: Seal,
+    read: Callable[[Message], T],
+) -> dict[int, T]:
+    """What everybody's message says, by rank, where there is no going on without one of them."""
+    found = {}
+    for rank, raw in zip(peers, gathered, strict=True):
+        try:
+            found[rank] = read(unseal_message(raw, expected, rank, seal))
+        except WireError as error:
+            raise PeerError(f"round {expected.round}: the {what} of rank {rank} was refused: {error}") from error
+    return found
+
+
+@dataclass(frozen=True)
+class Dispute:
+    """One rank's view of a gather."""
+
+    seals: dict[int, str] = field(default_factory=dict)  # by sender: the seal of its message as this rank read it
+    refused: dict[int, str] = field(default_factory=dict)
+
+
+def _read_dispute(message: Message) -> Dispute:
+    if message.header.kind is not Kind.DISPUTE:
+        raise WireError(f"kind: {message.header.kind.name.lower()} where a dispute is due")
+    try:
+        body = json.loads(message.body)
+        seals, refused = (
+            {int(rank): printable(str(text)) for rank, text in body[key].items()} for key in ("marks", "refused")
+        )
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise WireError(f"dispute: {error!r}; the message is corrupt") from error
+    return Dispute(seals, refused)
+
+
+def _complaint(rank: int, disputes: Mapping[int, Dispute]) -> str:
+    """Why a rank's message does not count; empty if it does."""
+    for judge, dispute in disputes.items():
+        if rank in dispute.refused:
+            return f"by rank {judge}: {dispute.refused[rank]}"
+    if len({dispute.seals.get(rank) for dispute in disputes.values()}) > 1:
+        return "because not every rank received the same"
+    return ""
+
+
+# -- do the replicas still agree? ----------------------------------------------------------------------------------
+
+
+NOT_AS_SENT = "They were broadcast and did not arrive as sent: suspect network or memory of the odd one out"
+APART = "The replicas no longer train one model: restart all of them from one checkpoint"
+UNLIKE_HOSTS = (
+    "Each host works them out with its own inner optimiser, so unlike hosts are the likely cause: another type of CPU "
+    "or another build of a library rounds differently, and would again after a restart. Use like hosts, or a method "
+    "whose anchor does not depend on that, such as decoupled() or diloco(); on like hosts restart from one checkpoint"
+)
+
+
+def compare_initial_weights(ranks: Sequence[int], prints: Sequence[bytes]) -> None:
+    _compare("the initial weights", dict(zip(ranks, prints, strict=True)), NOT_AS_SENT)
+
+
+def compare_last_weights(prints: Mapping[int, bytes]) -> None:
+    _compare("the last weights", prints, NOT_AS_SENT)
+
+
+def compare_anchors(index: int, prints: Mapping[int, bytes], *, of_weights: bool) -> None:
+    """``of_weights``: the weights serve as anchor, and every host works them out for itself."""
+    what = f"round {index}: the anchors that the replicas start it from"
+    _compare(what, prints, UNLIKE_HOSTS if of_weights else APART)
+
+
+def compare_progress(index: int, headers: Sequence[Header]) -> None:
+    """Refuse a round between replicas that took different numbers of steps, or of which some are finishing."""
+    where = {header.sender: f"{header.kind.name.lower()} after {header.steps} steps" for header in headers}
+    stages = {Kind.ABSTAIN: Kind.ROUND}  # an abstention is a round's answer
+    if len({(header.steps, stages.get(header.kind, header.kind)) for header in headers}) > 1:
+        way_out = "Give every replica the same number of batches, and finish() all of them"
+        raise MismatchError(f"round {index}: replicas are at different steps: {camps(where)}. {way_out}")
+
+
+def compare_counters(index: int, prints: Mapping[int, bytes], names: Sequence[str]) -> None:
+    way_out = 'Make them equal on all replicas, or build the Replica with buffers="private"'
+    _compare(f"round {index}: the integer buffers ({', '.join(names)})", prints, way_out)
+
+
+def _compare(what: str, prints: Mapping[int, bytes], way_out: str) -> None:
+    """Refuse replicas that hold different numbers; maps rank to fingerprint."""
+    if len(set(prints.values())) > 1:
+        told = camps({rank: value.hex() for rank, value in prints.items()})
+        raise MismatchError(f"{what} differ: {told}. {way_out}")
+
+
+def camps(values: Mapping[int, object]) -> str:
+    """Which ranks hold which value, in words: '10 on ranks 0, 1; 20 on rank 2'."""
+    camps: dict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        camps[printable(str(value))].append(rank)
+    return "; ".join(
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for value, ranks in camps.items()
+    )

@@ -1,0 +1,82 @@
+"""What must be equal on all replicas before the first step, and in a saved state that a replica goes on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from overtone.coding import fingerprint
+from overtone.errors import MismatchError, StateError, printable
+from overtone.exchange.buffers import Buffers
+from overtone.exchange.consensus import camps
+from overtone.exchange.message import VERSION
+from overtone.methods import Method
+from overtone.version import __version__
+
+Description = dict[str, object]
+
+
+def describe(method: Method, parameters: Mapping[str, Tensor], buffers: Buffers, refused: str) -> Description:
+    """Method, model and version, flat: one key, one printable value."""
+    private = "" if buffers.policy == "shared" else f", {buffers.policy}"
+    about: Description = {"overtone": __version__, "wire": VERSION, **method.numbers()}
+    about["parameters"] = len(parameters)
+    about["order of parameters"] = fingerprint.of_text("\n".join(parameters)).hex()
+    about |= {f"parameter {n}": _outline(t) + ("" if t.requires_grad else ", frozen") for n, t in parameters.items()}
+    about |= {f"buffer {n}": _outline(t) + private for n, t in buffers.named().items()}
+    about["refused"] = refused
+    return about
+
+
+def schema_of(description: Description) -> bytes:
+    """Eight bytes for a description; they are part of every message."""
+    return fingerprint.of_text(json.dumps(description))
+
+
+def compare_descriptions(described: Mapping[int, bytes]) -> None:
+    """Refuse replicas that describe themselves differently; maps rank to description."""
+    abouts = {rank: _read(rank, raw) for rank, raw in described.items()}
+    differences = [
+        f"{printable(key)}: {camps({rank: about.get(key, 'absent') for rank, about in abouts.items()})}"
+        for key in _differing(list(abouts.values()))
+    ]
+    if differences:
+        raise MismatchError(
+            f"replicas do not match: {_first(differences)}. Start every rank with the same model, method and version"
+        )
+
+
+def _read(rank: int, raw: bytes) -> Description:
+    try:
+        about = json.loads(raw)
+    except (RecursionError, ValueError) as error:
+        raise MismatchError(f"handshake of rank {rank}: its description cannot be read ({error!r})") from error
+    if not isinstance(about, dict):
+        raise MismatchError(f"handshake of rank {rank}: its description is not an object of names and values")
+    return about
+
+
+def compare_saved(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
+    """Refuse a saved state of another model or method. Versions may differ: the state's form is what counts."""
+    keys = [key for key in _differing([saved, here]) if key not in ("overtone", "wire", "refused")]
+    differences = [
+        f"{key}: {saved.get(key, 'absent')} in the saved state, {here.get(key, 'absent')} here" for key in keys
+    ]
+    if differences:
+        raise StateError(f"saved state: of another replica: {_first(differences)}. Build the same model and method")
+
+
+def _differing(abouts: Sequence[Mapping[str, object]]) -> list[str]:
+    keys = dict.fromkeys(key for about in abouts for key in about)
+    return [key for key in keys if len({json.dumps(about.get(key, "absent")) for about in abouts}) > 1]
+
+
+def _first(differences: Sequence[str], most: int = 3) -> str:
+    more = f" (and {len(differences) - most} more)" if len(differences) > most else ""
+    return "; ".join(differences[:most]) + more
+
+
+def _outline(tensor: Tensor) -> str:
+    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"

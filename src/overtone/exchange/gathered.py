@@ -1,0 +1,102 @@
+"""Messages gathered one by one: each is complete, checked and decoded by every replica in the same order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from overtone.codec import Block, Codec, check_payload, mean
+from overtone.coding.bits import Reader, tensor_bytes
+from overtone.coding.chunks import Slab
+from overtone.errors import WireError
+from overtone.exchange.consensus import Inbox, agree
+from overtone.exchange.message import Expected, Header, Message, seal_message, unseal_message
+from overtone.exchange.pattern import WITH_PAYLOAD, Context, Contribution, Received, any_of
+from overtone.rules import State
+from overtone.transport import Exchange, Gather
+
+
+class Gathered:
+    """The pattern. Its messages need no state from round to round."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.state: State = {}
+        self._most = context.longest_message()
+
+    def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
+        context = self.context
+        if mine.header.kind in WITH_PAYLOAD:
+            flags = context.pack_flags(mine.present) if context.flags else b""
+            body = b"".join([flags, bytes_of(mine.buffers), *map(bytes_of, mine.blocks)])
+        else:
+            body = mine.reason()
+        gathered = yield Gather(seal_message(mine.header, body, context.seal), most=self._most)
+        begin = time.perf_counter()
+        inbox = Inbox(peers)
+        for rank, raw in zip(peers, gathered, strict=True):
+            try:
+                inbox.messages[rank] = self.open(raw, expected, rank, mine)
+            except WireError as error:
+                inbox.refused[rank] = str(error)
+        seconds = time.perf_counter() - begin
+        left_out = yield from agree(inbox, mine.header, expected, context.seal, context.refused)
+        counted = {rank: message for rank, message in inbox.messages.items() if rank not in left_out}
+        headers = [message.header for message in counted.values()]
+        readers = [Reader(message.body) for message in counted.values()]
+        return _Messages(headers, left_out, seconds, counted, readers, context, mine.codec, len(peers))
+
+    def open(self, raw: bytes, expected: Expected, rank: int, mine: Contribution) -> Message:
+        """A message that will decode: its whole body is parsed once to validate it, and the result is discarded.
+
+        A message of another kind than this replica's own (a drain, a round) has another codec. It will not be decoded:
+        the kinds are compared later. This replica's own message needs no check.
+        """
+        message = unseal_message(raw, expected, rank, self.context.seal)
+        kind = message.header.kind
+        if kind in WITH_PAYLOAD and kind is mine.header.kind and rank != mine.header.sender:
+            reader = Reader(message.body)
+            if self.context.flags:
+                self.context.unpack_flags(reader)
+            if self.context.buffers.floats:
+                self.context.buffers.unpack(reader)
+            check_payload(mine.codec, reader, self.context.layout, self.context.kernels)
+        return message
+
+
+def bytes_of(block: Block) -> bytes:
+    """A block as part of a message. Numbers that could be summed can be gathered as well, in fp32."""
+    return block.packed if block.numbers is None else tensor_bytes(block.numbers)
+
+
+@dataclass
+class _Messages(Received):
+    """Everybody's message by itself. ``members`` is how many take part in the round, counted or left out."""
+
+    headers: list[Header]
+    left_out: dict[int, str]
+    seconds: float
+    messages: dict[int, Message]
+    readers: list[Reader]
+    context: Context
+    codec: Codec
+    members: int
+    not_finite: int | None = None
+
+    def reason(self, rank: int) -> str:
+        return self.messages[rank].text()
+
+    def present(self) -> list[bool]:
+        return any_of([self.context.unpack_flags(reader) for reader in self.readers]) if self.context.flags else []
+
+    def buffers(self) -> list[Tensor]:
+        buffers = self.context.buffers
+        return buffers.average([buffers.unpack(reader) for reader in self.readers]) if buffers.floats else []
+
+    def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
+        decoded = (self.codec.decode(reader, slab, self.context.kernels) for reader in self.readers)
+        # A rank that was left out still owes its payload. It counts when it is sent again, over as many members.
+        return mean(decoded, self.members, out, over_senders=over_senders)

@@ -1,0 +1,325 @@
+"""One round, in two halves. `start` measures and encodes, `finish` moves the weights; a transport carries what is
+between them.
+
+    start    signal → rule.accumulate → codec.encode → rule.sent, slab by slab          → Pending
+    exchange pattern: everybody's message, read alike by all → verify → commit
+    finish   mean of all payloads → rule.absorb → weights, slab by slab                 → Round
+
+Local steps may lie between the halves. The weights then move by a shift, so that these steps are not overwritten.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overtone.codec import Block, Codec, Payload
+from overtone.coding import fingerprint
+from overtone.coding.chunks import Slab
+from overtone.coding.kernels import Kernels, kernels_for
+from overtone.coding.layout import Layout, part_of
+from overtone.errors import GaveUpError, MethodError, NotFiniteError, OvertoneError, StateError, printable
+from overtone.exchange.buffers import Buffers
+from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
+from overtone.exchange.gathered import Gathered
+from overtone.exchange.inner_step import InnerStep
+from overtone.exchange.message import NOBODY, Expected, Header, Kind, Seal
+from overtone.exchange.parameters import Parameters
+from overtone.exchange.pattern import Context, Contribution, Pattern, Received
+from overtone.exchange.signals import Sources
+from overtone.exchange.state import ExchangeState
+from overtone.exchange.summed import Summed
+from overtone.ledger import Count, Round
+from overtone.methods import Method
+from overtone.rules import Rule, State
+from overtone.transport import Commit, Exchange, Transport, counted
+
+
+class MeanOf(Protocol):
+    """The mean of all payloads for one slab, into a scratch tensor."""
+
+    def __call__(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor: ...
+
+
+@dataclass
+class Pending:
+    """A round that has started. A transport carries ``exchange``; then the round can be finished."""
+
+    work: SlabWork
+    contribution: Contribution
+    inner_step: InnerStep
+    sources: Sources
+    steps: int  # local steps so far, at the start
+    norms: Tensor  # of the signal, slab by slab
+    seconds_encoding: float
+    count: Count = field(default_factory=Count)  # what the exchange cost
+    exchange: Exchange[None] = field(init=False)
+    received: Received | None = None  # once the exchange is over
+
+
+@dataclass(frozen=True)
+class SlabWork:
+    """The work of a round on each slab: a rule and a codec on one layout. `overtone bench codec` measures it."""
+
+    layout: Layout
+    kernels: Kernels
+    device: torch.device
+    rule: Rule
+    codec: Codec
+
+    def encode(self, state: State, sources: Sources, *, scale: float = 1.0) -> tuple[list[Block], Tensor]:
+        """Signal → rule → codec → blocks; and the norm of each slab's signal."""
+        layout = self.layout
+        plus = layout.matrices(sources.plus)
+        minus = None if sources.minus is None else layout.matrices(sources.minus)
+        blocks, norms = [], []
+        for slab in layout.slabs:
+            signal = replace(layout.read_slab(slab, plus, minus, self.device), scale=scale)
+            norms.append(torch.linalg.vector_norm(signal.values) / scale)  # the transform does not change it
+            here = {name: part_of(vector, slab) for name, vector in state.items()}
+            block, decoded = self.codec.encode(self.rule.accumulate(here, signal), slab, self.kernels)
+            self.rule.sent(here, decoded)
+            blocks.append(block)
+        return blocks, torch.stack(norms)
+
+    def absorb(self, state: State, mean_of: MeanOf, targets: Sequence[Tensor]) -> None:
+        """Mean of all payloads → rule → ``targets``."""
+        layout = self.layout
+        matrices = layout.matrices(targets)
+        for slab in layout.slabs:
+            mean = mean_of(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
+            here = {name: part_of(vector, slab) for name, vector in state.items()}
+            layout.write_slab(slab, self.rule.absorb(here, mean), matrices)
+        for matrix, target in zip(matrices, targets, strict=True):
+            if matrix.data_ptr() != target.data_ptr():
+                target.copy_(matrix.view(target.shape))
+
+    def withdraw(self, state: State, blocks: Sequence[Block]) -> bool:
+        """No receiver counted the blocks, so they are owed again. True if their signal stays in the state."""
+        kept = False
+        for slab, block in zip(self.layout.slabs, blocks, strict=False):
+            here = {name: part_of(vector, slab) for name, vector in state.items()}
+            kept |= self.rule.withdraw(here, self.codec.decode_own(block, slab, self.kernels))
+        return kept
+
+
+class Exchanger:
+    """One replica's rounds: what it sends, what it remembers, and how it moves the weights."""
+
+    def __init__(
+        self,
+        method: Method,
+        parameters: Parameters,
+        buffers: Buffers,
+        transport: Transport,
+        seal: Seal,
+        *,
+        refused: str,
+    ) -> None:
+        self.method = method
+        self.parameters = parameters
+        self.buffers = buffers
+        self.transport = transport
+        self.state = ExchangeState()
+        self.schema = NOBODY
+        self.layout = method.codec.layout([p.shape for p in parameters.exchanged])
+        self.signal = method.signal(parameters)
+        self._signal_name = method.signal.__name__.lower()
+        self._consensus = method.consensus
+        self.device = parameters.exchanged[0].device
+        self.kernels = kernels_for(self.layout.size, self.device)
+        flags = len(parameters.exchanged) if self.signal.tells_presence else 0
+        context = Context(self.layout, self.kernels, buffers, seal, self.device, refused, flags)
+        self.pattern = pattern_for(method.codec.payload, context)
+
+    # -- first half ------------------------------------------------------------------------------------------------
+
+    def start(self, inner_step: InnerStep, method: Method | None = None, *, overlapped: bool = False) -> Pending:
+        """Measure the signal and encode it. ``method`` is another row than the replica's own for draining messages.
+        ``overlapped``: local steps may follow before the round is finished.
+
+        A replica that cannot take part, such as one whose signal is not finite, starts the round all the same: it tells
+        the others, which would otherwise block. The round is then refused on every rank.
+        """
+        begin = time.perf_counter()
+        row = method or self.method
+        if self.state.under_way:
+            raise StateError("start: a round is under way already; finish it first")
+        header = self.header(Kind.ROUND if method is None else Kind.DRAIN)
+        sources = self.signal.measure(overlapped=overlapped)
+        # Why this replica cannot take part, if so; and whether that is a failure.
+        why = self.state.broken or self.parameters.changed()
+        peers, steps = len(self.transport.peers), self.state.steps
+        overflow = "" if why else self.parameters.not_finite(sources, self._signal_name, steps, peers)
+        if why := why or self.buffers.changed():
+            header = replace(header, kind=Kind.FAILURE)
+        elif why := overflow:
+            header = replace(header, kind=Kind.ABSTAIN if self._may_skip(inner_step) else Kind.FAILURE)
+        elif why := self.buffers.not_finite():
+            header = replace(header, kind=Kind.FAILURE)
+        work = SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec)
+        mine, norms = Contribution(header, row.codec, why=why), torch.tensor([math.nan])
+        if not why:
+            buffers = self.buffers.block(as_numbers=row.codec.payload is Payload.NUMBERS)
+            try:
+                blocks, norms = work.encode(self.state.tensors, sources, scale=self._loss_scale(inner_step))
+                mine = Contribution(header, row.codec, blocks, buffers, sources.present)
+            except NotFiniteError as error:
+                # The signal is finite, but its sum with the residual is not. Part of the state has moved, and all of it
+                # is lost anyway.
+                why = self.state.broken = self.parameters.overflow(error.tensor, steps)
+                mine = Contribution(replace(header, kind=Kind.FAILURE), row.codec, why=why)
+        seconds = time.perf_counter() - begin
+        pending = Pending(work, mine, inner_step, sources, steps, norms, seconds)
+        pending.exchange = counted(self._exchange(pending), pending.count)
+        self.state.under_way = True
+        return pending
+
+    def header(self, kind: Kind) -> Header:
+        """The header of this replica's next message."""
+        # Taken anew each time: a message must tell of the anchor as it is, not as it was after the last round.
+        anchor, state = self.fingerprint() if self._consensus else NOBODY, self.state
+        counters = self.buffers.counters_fingerprint() if self.buffers.counters else NOBODY
+        return Header(kind, self.transport.rank, state.rounds, state.steps, state.run, self.schema, anchor, counters)
+
+    # -- between the halves ----------------------------------------------------------------------------------------
+
+    def _exchange(self, pending: Pending) -> Exchange[None]:
+        """Everybody's contribution, verified alike on every replica. No weight moves. If the round is refused, the
+        payload is owed again."""
+        try:
+            received = yield from self.carry(pending.contribution)
+            anchors = {header.sender: header.anchor for header in received.headers}
+            compare_anchors(self.state.rounds, anchors, of_weights="anchor" not in self.state.tensors)
+            if received.not_finite is not None and not self._may_skip(pending.inner_step):
+                raise self._overflowing_sum(received.not_finite)
+            yield Commit(self.state.rounds)
+        except OvertoneError:
+            self.state.under_way = False
+            # A drift that the residual now holds must not be measured a second time.
+            if pending.work.withdraw(self.state.tensors, pending.contribution.blocks):
+                self.signal.restart(pending.sources)
+            raise
+        pending.received = received
+
+    def carry(self, mine: Contribution) -> Exchange[Received]:
+        """Everybody's contribution; refused, on every rank alike, if a replica gave up or is elsewhere."""
+        index = self.state.rounds
+        expected = Expected(index, self.state.run, self.schema)
+        received = yield from self.pattern.exchange(mine, expected, self.transport.peers)
+        for header in received.headers:
+            if header.kind is Kind.FAILURE:
+                own = header.sender == self.transport.rank
+                why = printable(mine.why) if own else received.reason(header.sender)
+                raise GaveUpError(f"round {index}: rank {header.sender} could not take part: {why}")
+        compare_progress(index, received.headers)
+        counters = {header.sender: header.counters for header in received.headers}
+        compare_counters(index, counters, self.buffers.counters)
+        return received
+
+    def _overflowing_sum(self, place: int) -> GaveUpError:
+        """Everybody's payload is finite, and their sum is not."""
+        slab = next((slab for slab in self.layout.slabs if place < slab.offset + slab.size), None)  # None: a buffer
+        tensor = None if slab is None else slab.tensor_of(0, place - slab.offset)
+        told = self.parameters.overflowing_sum(tensor, self._signal_name, self.state.steps)
+        return GaveUpError(f"round {self.state.rounds}: {told}")
+
+    # -- second half -----------------------------------------------------------------------------------------------
+
+    def finish(self, pending: Pending) -> Round:
+        """Move the weights by what all replicas sent; the record of the round."""
+        received = pending.received
+        if received is None:
+            raise StateError("finish: the round's exchange is not over; carry it by run_exchange() first")
+        begin = time.perf_counter()
+        abstained = received.not_finite is not None or any(h.kind is Kind.ABSTAIN for h in received.headers)
+        if abstained or self.transport.rank in received.left_out:
+            pending.work.withdraw(self.state.tensors, pending.contribution.blocks)
+        if not abstained:
+            self._absorb(pending, received)
+        seconds = time.perf_counter() - begin + received.seconds
+        if abstained:
+            pending.inner_step.skip()
+        elif not self.signal.inner_first:
+            pending.inner_step.take()
+        return self._record(pending, received, seconds)
+
+    def _absorb(self, pending: Pending, received: Received) -> None:
+        """Mean → rule → weights, slab by slab; then the buffers. Everything was verified before."""
+        present = received.present() if self.signal.tells_presence else []
+        buffers = received.buffers() if self.buffers.floats else []
+        targets = pending.sources.targets
+        pending.work.absorb(self.state.tensors, received.mean, targets)
+        if pending.work.rule.takes_sign:
+            for target in targets:
+                target.sign_()
+        scale = self._loss_scale(pending.inner_step)
+        self.signal.answer(pending.sources, present=present, scale=scale)
+        if buffers:
+            self.buffers.absorb(buffers)
+
+    def _record(self, pending: Pending, received: Received, seconds_decoding: float) -> Round:
+        state, tensors, anchor = self.state, self.state.tensors, pending.contribution.header.anchor
+        record = Round(
+            index=state.rounds,
+            local_steps=pending.steps - state.steps_at_round,
+            bytes_sent=pending.count.sent,
+            bytes_received=pending.count.received,
+            seconds_encoding=pending.seconds_encoding,
+            seconds_waiting=pending.count.waiting,
+            seconds_decoding=seconds_decoding,
+            drift_norm=_norm(pending.norms),
+            residual_norm=_norm(tensors["residual"]) if "residual" in tensors else 0.0,
+            anchor_fingerprint=(self.fingerprint() if "anchor" in tensors else anchor).hex(),
+            left_out=tuple(received.left_out),
+        )
+        state.rounds += 1
+        state.steps_at_round = pending.steps
+        state.under_way = False
+        return record
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def anchor_tensors(self) -> list[Tensor]:
+        """The anchor; or the weights, where they serve as one."""
+        anchor = self.state.tensors.get("anchor")
+        return self.parameters.tensors if anchor is None else [anchor]
+
+    def fingerprint(self) -> bytes:
+        """Of the anchor as it is now."""
+        return fingerprint.of_tensors(self.anchor_tensors(), self.kernels)
+
+    def show(self, coeffs: Tensor) -> None:
+        """Weights with these coefficients into the model, as the start of a round."""
+        sources = self.signal.measure()
+        self.layout.write(coeffs, sources.targets)
+        self.signal.answer(sources)
+
+    def _may_skip(self, inner_step: InnerStep) -> bool:
+        """An overflow is no failure: under a `GradScaler` everybody skips the step."""
+        return inner_step.may_overflow and not self.signal.inner_first
+
+    def _loss_scale(self, inner_step: InnerStep) -> float:
+        return 1.0 if self.signal.inner_first else inner_step.scale
+
+
+def pattern_for(payload: Payload, context: Context) -> Pattern:
+    """How messages with such payloads meet."""
+    if payload is Payload.BYTES:
+        return Gathered(context)
+    if context.refused != "raise":
+        raise MethodError(
+            f"refused={context.refused!r}: payloads that are summed on the way leave nobody out; use 'raise'"
+        )
+    return Summed(context)
+
+
+def _norm(flat: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(flat))
+    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(flat, dtype=torch.float64))

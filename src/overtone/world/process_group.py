@@ -1,0 +1,194 @@
+"""The transport of real worlds: a `torch.distributed` process group."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+)
+
+from overtone.coding.bits import bytes_tensor, tensor_bytes
+from overtone.errors import OvertoneError, PeerError, RelayedError
+from overtone.ledger import SIZE_BYTES, Count, Ledger
+from overtone.transport import AlwaysCommits
+from overtone.world.board import Board, Store
+from overtone.world.watchdog import Watchdog, is_done
+
+FOREVER = timedelta(days=60)  # torch's own time-out of a group; each collective has one of ours
+_boards: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # how many transports a group has had here
+
+
+class Torch(AlwaysCommits):
+    """A `torch.distributed` process group: gloo over TCP, NCCL on GPUs. ``group=None`` is the default group.
+
+    ``timeout`` is how many seconds to wait for a peer that does not answer; by default it follows from how long rounds
+    take (see watchdog.py). A group that you made yourself has a time-out of its own besides: the shorter one counts.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, timeout: float | None = None, ledger: Ledger | None = None
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.peers = range(self.size)
+        self.ledger = ledger or Ledger()
+        on_gpu = dist.get_backend(group) == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        name = str(self._collectives.group_name)
+        self.watchdog = Watchdog(Board(_store(), f"{name}.{next(_boards[name])}", self.rank, self.size), timeout)
+
+    @property
+    def _collectives(self) -> Any:
+        # Asked for each time: who holds the default group keeps its threads alive beyond destroy_process_group(), and
+        # a thread that frees a tensor while the interpreter ends aborts the process.
+        return _of(self.group)
+
+    def branch(self) -> Torch:
+        """Another way to the same peers, with an order of its own: what is said there does not wait for the rounds. Its
+        bytes go into the same ledger."""
+        members = dist.get_process_group_ranks(_of(self.group))
+
+        def made() -> Any:
+            return dist.new_group(members, timeout=FOREVER, backend="gloo", use_local_synchronization=True)
+
+        count = Count()
+        with self._exchanging(count):
+            group = self.watchdog.call(made, self.watchdog.limit(), self.watchdog.board.absent, "joining once more")
+        self.ledger.add("upkeep", count)
+        return Torch(group, timeout=self.watchdog.timeout, ledger=self.ledger)
+
+    def leave(self, words: str) -> None:
+        """Last words, for peers that would otherwise only see a connection break."""
+        self.watchdog.board.leave(words)
+
+    @contextmanager
+    def _exchanging(self, count: Count) -> Iterator[None]:
+        """Count the time as waiting; turn a broken connection into an error that says who was cut off from whom."""
+        begin = time.perf_counter()
+        try:
+            yield
+        except OvertoneError:
+            raise
+        except RuntimeError as error:
+            raise RelayedError(
+                f"rank {self.rank} of {self.size}: the exchange broke off: {self.watchdog.broken(error)}; no "
+                "weight was touched. Restart all from a checkpoint"
+            ) from error
+        finally:
+            count.waiting += time.perf_counter() - begin
+
+    def _run(self, start: Callable[[Any], Any], options: Any, size: int) -> None:
+        """One collective of so many bytes, to its end. Every rank must come here for the same one."""
+        self.watchdog.run(start, options, size, on_gpu=self.device.type == "cuda")
+
+    def _gathered(self, buffer: Tensor) -> list[Tensor]:
+        """Everybody's buffer; all have the same size."""
+        buffers = [torch.empty_like(buffer) for _ in range(self.size)]
+        start = partial(self._collectives.allgather, [buffers], [buffer])
+        self._run(start, AllgatherOptions(), buffer.numel() * buffer.element_size() * (self.size - 1))
+        return buffers
+
+    def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
+        with self._exchanging(count):
+            longest = len(message)
+            if most is not None:
+                # gloo and NCCL gather equal sizes only: the longest message sets the length.
+                sizes = self._gathered(torch.tensor([longest], dtype=torch.int64, device=self.device))
+                announced = [int(size) for size in sizes]
+                for rank, size in enumerate(announced):  # everybody sees the same ones, so everybody refuses alike
+                    if not 0 <= size <= most:
+                        raise PeerError(
+                            f"rank {rank} announces a message of {size} bytes, where {most} are the most; it was "
+                            "refused"
+                        )
+                longest = max(announced)
+            buffer = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8).to(self.device)
+            messages = [tensor_bytes(one.cpu()) for one in self._gathered(buffer)]
+        if most is not None:
+            count.gathered(SIZE_BYTES, self.size)
+        count.gathered(longest, self.size)
+        return messages
+
+    def begin_gather(self, message: bytes) -> Begun:
+        """A gather of messages of one length that nobody waits for yet."""
+        buffer = bytes_tensor(message, torch.uint8)
+        buffers = [torch.empty_like(buffer) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = FOREVER
+        work = self._collectives.allgather([buffers], [buffer], options)
+        count = Count()
+        count.gathered(len(message), self.size)
+        self.watchdog.exchanges += 1
+        return Begun(self, work, buffers, count)
+
+    def sum(self, buffer: Tensor, *, count: Count) -> Tensor:
+        with self._exchanging(count):
+            here = buffer.to(self.device)
+            through = here.numel() * here.element_size()
+            self._run(partial(self._collectives.allreduce, [here]), AllreduceOptions(), 2 * through)
+            total = here.to(buffer.device)
+        count.summed(through, self.size)
+        return total
+
+    def broadcast(self, tensors: Sequence[Tensor], *, count: Count) -> None:
+        raws = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        if not raws:
+            return
+        with self._exchanging(count):
+            everything = torch.cat([raw.to(self.device) for raw in raws])
+            # Down a tree: each level waits for the one above.
+            through = everything.numel() * self.size.bit_length()
+            self._run(partial(self._collectives.broadcast, [everything]), BroadcastOptions(), through)
+        count.broadcast(everything.numel(), self.rank, self.size)
+        if self.rank == 0:
+            return
+        parts = everything.split([raw.numel() for raw in raws])
+        for tensor, part in zip((t for t in tensors if t.numel()), parts, strict=True):
+            here = part.to(tensor.device, copy=True).view(tensor.dtype).view(tensor.shape)
+            tensor.detach().copy_(here)
+
+
+class Begun:
+    """A gather that is under way. ``count`` is what it costs."""
+
+    def __init__(self, transport: Torch, work: Any, buffers: Sequence[Tensor], count: Count) -> None:
+        self.transport = transport
+        self.count = count
+        self._work = work
+        self._buffers = buffers
+
+    def messages(self, *, wait: bool = False) -> list[bytes] | None:
+        """Everybody's, or None as long as some have not come. What it cost goes into the ledger when all have come."""
+        with self.transport._exchanging(self.count):
+            if wait:
+                self.transport.watchdog.wait(partial(is_done, self._work), self.transport.watchdog.limit(), begun=True)
+            elif not self._work.is_completed() or not is_done(self._work, 0.0):
+                return None
+        self.transport.ledger.add("upkeep", self.count)
+        return [tensor_bytes(one) for one in self._buffers]
+
+
+def _of(group: dist.ProcessGroup | None) -> Any:
+    """The group itself, typed as what it can do in every torch: a collective takes options, with a time-out each."""
+    return dist.group.WORLD if group is None else group
+
+
+def _store() -> Store | None:
+    """The store through which the default group met; where torch does not tell, boards stay empty."""
+    ask = getattr(dist.distributed_c10d, "_get_default_store", None)
+    store: Store | None = None if ask is None else ask()
+    return store
