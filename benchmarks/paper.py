@@ -1,10 +1,11 @@
 """The table of arXiv 2510.03371 in miniature, by one command: `make paper`.
 
-Language on the embedded default and on the King James Bible, images on a small CIFAR-10 if they are there (a directory
-`data`, here or shared with other projects beside this one), else on the embedded digits. All methods at four replicas;
-then `decoupled` against DiLoCo with 2, 4, 8 and 16 replicas on equally many tokens. Two seeds where a row carries a
-claim. Runs are kept below runs/paper, so that an interrupted study goes on where it stopped; when all are there, their
-logs go to benchmarks/results/paper and the page beside it.
+The language runs train on the embedded default text and on the King James Bible (kjv.txt), the image runs on a small
+CIFAR-10 (cifar10_small.npz). Both files are looked for in the directory of the flag --data, by default `data`. Without
+them there is no second text, and the images are the embedded digits. All methods run at four replicas; then `decoupled`
+and DiLoCo with 2, 4, 8 and 16 replicas on equally many tokens. Rows that carry a claim have two seeds. Runs are kept
+below runs/paper, so that an interrupted study continues where it stopped. At the end the logs go to
+benchmarks/results/paper and the page beside it.
 """
 
 from __future__ import annotations
@@ -20,22 +21,21 @@ from typing import Any
 
 from rich.console import Console
 
-from overtone.report import compare, history, page_data, standings
-from overtone.report.compare import Cell
+from overtone.report import compare, comparison, history, page_data, standings
+from overtone.report.comparison import Cell, Comparison
 from overtone.report.live_table import LiveTable
 from overtone.runs import directory, log
-from overtone.runs.config import Comparison, Training
+from overtone.runs.config import Training
 from overtone.tasks import Image, Language, TaskOptions
 
-ROOT = Path(__file__).parent.parent
 RUNS = Path("runs/paper")
 RESULTS = Path("benchmarks/results/paper")
-DATA = Path("data")  # how the runs name their data, wherever it lies
-PLACES = (ROOT / DATA, ROOT.parent / "shared" / DATA)
+DATA = Path("data")  # the runs name their data below this directory, wherever it lies
 TITLE = "The paper's table in miniature (arXiv 2510.03371)"
 
 EVERY, REPLICAS = 10, 4
 STEPS = {"language": 720, "image": 480}  # of each replica, at four of them
+# outer_lr is the former name of lr; the committed logs and their directories have it.
 DILOCO, DECOUPLED = "diloco:outer_lr=0.9,momentum=0.8", "decoupled:keep=128"
 CLAIMS = (  # two seeds
     "alone",
@@ -60,23 +60,25 @@ BESIDE = (  # one
 )
 
 
-def found(name: str) -> str | None:
-    """A data set by the name that the logs shall have, if it is anywhere: a link below `data` leads there."""
-    for place in PLACES:
-        if (place / name).exists():
-            link = DATA / name
-            if not link.exists():
-                link.parent.mkdir(exist_ok=True)
-                link.symlink_to((place / name).resolve())
-            return str(link)
-    return None
+def found(place: Path, name: str) -> str | None:
+    """The data set of this name in the directory ``place``, as the logs name it: a link below `data` leads there."""
+    if not (place / name).exists():
+        return None
+    link = DATA / name
+    if not link.exists():
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to((place / name).resolve())
+    return str(link)
 
 
-def study() -> Iterator[Cell]:
+def study(place: Path) -> Iterator[Cell]:
+    """All runs, with the data in the directory ``place``."""
     language = TaskOptions(valid_samples=512, language=Language(width=64, layers=2, heads=4))
-    image = TaskOptions(task="image", data=found("cifar10_small.npz"), valid_samples=1000, image=Image(flip=True))
+    image = TaskOptions(
+        task="image", data=found(place, "cifar10_small.npz"), valid_samples=1000, image=Image(flip=True)
+    )
     settings = {"standard_library": language, "image": image}
-    if text := found("kjv.txt"):
+    if text := found(place, "kjv.txt"):
         settings["kjv"] = replace(language, data=text)
     for name, task in settings.items():
         asked = at(REPLICAS, task)
@@ -88,7 +90,7 @@ def study() -> Iterator[Cell]:
 
 
 def at(replicas: int, task: TaskOptions) -> Comparison:
-    """With as many samples in all, whatever the number of replicas."""
+    """A comparison with the same number of samples in all, whatever the number of replicas."""
     steps = STEPS[task.task] * REPLICAS // replicas
     return Comparison(
         every=EVERY,
@@ -101,11 +103,11 @@ def at(replicas: int, task: TaskOptions) -> Comparison:
 
 
 def cells(name: str, asked: Comparison) -> list[Cell]:
-    return compare.cells(asked, RUNS / name)
+    return comparison.cells(asked, RUNS / name)
 
 
 def publish(found: Sequence[Cell]) -> list[history.History]:
-    """The logs as they are committed: without the name of the machine, and no more digits than mean anything."""
+    """Write the logs as they are committed: without the name of the machine, and with six digits of each number."""
     published = []
     for cell in found:
         folder = RESULTS / cell.folder.relative_to(RUNS).parent.parent / cell.folder.name
@@ -133,16 +135,17 @@ def _short(value: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, help="directory with kjv.txt and cifar10_small.npz")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
     args = parser.parse_args()
     begun = time.monotonic()
-    all_cells = list(study())
+    all_cells = list(study(args.data))
     try:
         with directory.claim(RUNS), LiveTable(Console(stderr=True), all_cells) as live:
             states = compare.make(all_cells, workers=args.workers, watch=live)
     except KeyboardInterrupt:
-        sys.exit("interrupted; `make paper` goes on with what is left")
-    failed = [f"{folder}: {state.words}" for folder, state in states.items() if state.state == "failed"]
+        sys.exit("interrupted; the same command continues with the runs that are left")
+    failed = [f"{folder}: {state.reason}" for folder, state in states.items() if state.state == "failed"]
     if failed:
         sys.exit("\n".join(failed))
     groups = standings.groups(publish(all_cells))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from overtone import codec
-from overtone.cli.commands import write_json
+from overtone.cli.console import write_json
 from overtone.report.format import human_bytes
 from overtone.runs.config import MethodChoice, Simulation, Training
 from overtone.runs.simulate import simulate
@@ -45,7 +45,7 @@ def decoupled(keep: int, *, transform: str | None = None, drain: int | None = No
     return MethodChoice("decoupled", every=10, keep=keep, transform=transform, drain=drain)
 
 
-DILOCO = MethodChoice("diloco", every=10, outer_lr=0.9, momentum=0.8)
+DILOCO = MethodChoice("diloco", every=10, lr=0.9, momentum=0.8)
 STUDIES = (
     *(Study("warmup", f"diloco {steps} of 400", DILOCO, warmup=steps) for steps in (20, 80)),
     *(

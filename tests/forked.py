@@ -20,8 +20,8 @@ from typing import Any
 
 SECONDS = 15  # a command line that takes longer hangs
 MODULES = (
-    "cli.commands", "runs.export", "runs.launch", "runs.open_run", "runs.simulate", "tasks.image.task",
-    "tasks.text.task", "bench.codec",
+    "cli.bench", "cli.demo", "cli.export", "cli.plan", "cli.report", "cli.simulate", "cli.train", "runs.open_run",
+    "tasks.image.task", "tasks.text.task", "bench.codec",
 )  # fmt: skip
 
 

@@ -22,7 +22,9 @@ pytest.importorskip("tyro")
 
 import overtone
 from forked import Forks
-from overtone.cli import commands
+from overtone.bench import options as bench
+from overtone.cli import demo, plan
+from overtone.report.comparison import Comparison
 from overtone.runs import config
 from overtone.tasks import Image, Language, TaskOptions
 from running import surroundings
@@ -56,11 +58,11 @@ GROUPS: dict[tuple[str, ...], tuple[type, ...]] = {  # whose numbers are flags o
     ("simulate",): (config.Simulation, config.MethodChoice, config.Training, config.Network),
     ("simulate", "--seed=0"): (TaskOptions, Language, Image),
     ("train", "--replicas=1"): (config.Run, config.Saving),
-    ("compare",): (config.Comparison,),
-    ("demo",): (commands.Demo,),
-    ("plan",): (commands.Plan,),
-    ("bench", "codec"): (config.CodecBench,),
-    ("bench", "train"): (config.TrainBench,),
+    ("compare",): (Comparison,),
+    ("demo",): (demo.Demo,),
+    ("plan",): (plan.Plan,),
+    ("bench", "codec"): (bench.CodecBench,),
+    ("bench", "train"): (bench.TrainBench,),
 }  # fmt: skip
 
 
@@ -107,8 +109,8 @@ NUMBERS = list(all_wrong_numbers())
 # -- the odd ones ----------------------------------------------------------------------------------------------------
 
 ODD = [
-    line("", "Expected one of", "train, simulate"),
-    line("nothing", "nothing", "train, simulate"),
+    line("", "no command; give one of train, simulate"),
+    line("nothing", "nothing: unknown command; give one of train, simulate"),
     line("simulate --stepz 3", "--stepz", "did you mean --steps?"),
     line("train --stepz=3", "--stepz"),
     line("simulate extra", "extra"),
@@ -119,14 +121,14 @@ ODD = [
     line("export run", "export", "PATH"),
     line("export", "export", "PATH"),
     line("report", "runs: give at least one"),
-    line("bench", "codec, train"),
-    line("bench foo", "foo", "codec, train"),
+    line("bench", "bench: not a whole command; give one of codec, train"),
+    line("bench foo", "bench foo: unknown command; give one of codec, train"),
     line("--tyro-print-completion foo", "foo"),
     line("compare --seeds a b", "--seeds", "'a'"),
     line("compare --seeds -1", "seeds -1: the seed"),
     line("compare --seeds 1 1", "seeds 1 1: one of them is given twice"),
-    line("compare --methods", "methods: at least one"),
-    line("compare --methods diloco:keep=3", "keep=3: diloco has no such number"),
+    line("compare --methods", "methods: none given; give at least one"),
+    line("compare --methods diloco:keep=3", "keep=3: diloco has no such option"),
     line("compare --methods nope", "method 'nope': unknown"),
     line("compare --methods decoupled:keep=[[[", "keep"),
     line("compare --methods decoupled:keep", "key=value"),
@@ -135,10 +137,11 @@ ODD = [
     line("compare --methods decoupled:data=nofile", "data nofile: no such file or folder"),
     line("compare --processes --bandwidth 3", "processes: real replicas"),
     line("simulate --method dilocoo", "method 'dilocoo': unknown; there are alone, ddp"),
-    line("simulate --method diloco --keep 8", "keep=8: diloco has no such number"),
+    line("simulate --method diloco --keep 8", "keep=8: diloco has no such option"),
     line("simulate --bits 3", "bits=3"),
     line("simulate --transform fft", "transform='fft'"),
-    line("simulate --outer-lr 99", "outer_lr=99.0: the outer learning rate"),
+    line("simulate --lr 99", "lr=99.0: the outer learning rate"),
+    line("simulate --outer-lr 99", "lr=99.0: the outer learning rate"),  # its former name
     line("simulate --momentum 1", "momentum=1.0: must lie in [0, 1)"),
     line("simulate --every 0", "every=0: local steps between rounds"),
     line("simulate --drain 1000000000", "drain=1000000000: last messages"),

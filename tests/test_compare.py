@@ -17,9 +17,10 @@ import pytest
 
 from overtone.cli.arguments import parse
 from overtone.errors import ConfigError, MethodError
-from overtone.report import compare, history
+from overtone.report import comparison, history
+from overtone.report.comparison import Comparison
 from overtone.runs import toml
-from overtone.runs.config import Comparison, Run, Simulation
+from overtone.runs.config import Run, Simulation
 from overtone.runs.simulate import simulate
 
 TINY = ["--batch", "2", "--width", "32", "--layers", "1", "--heads", "2", "--valid-samples", "8", "--every", "4"]
@@ -52,7 +53,7 @@ def run(out: Path, text: Path, *flags: str, **more: Any) -> tuple[int, str, str]
 
 
 def logs(out: Path) -> dict[str, bytes]:
-    return {path.parent.name: path.read_bytes() for path in (out / compare.CELLS).glob("*/run.jsonl")}
+    return {path.parent.name: path.read_bytes() for path in (out / comparison.CELLS).glob("*/run.jsonl")}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_the_table_and_the_files(made: tuple[Path, str]) -> None:
 def test_a_cell_is_what_its_command_makes(made: tuple[Path, str]) -> None:
     """Same data order, same seed, same tokens as the simulation by itself, to the bit; and its log says which."""
     out, _ = made
-    for cell in compare.cells(Comparison(methods=("decoupled",)), out):
+    for cell in comparison.cells(Comparison(methods=("decoupled",)), out):
         found = history.load(cell.folder)
         given = {key: value for key, value in found.config.items() if value is not None and key != "out"}
         alone = simulate(toml.updated(Simulation(), given, "test"))
@@ -84,7 +85,7 @@ def test_a_cell_is_what_its_command_makes(made: tuple[Path, str]) -> None:
         assert alone["anchor_fingerprint"] == found.finish["anchor_fingerprint"]
         assert alone["val_loss"] == found.finish["metrics"]["loss"]
         assert alone["bytes_sent"] == found.finish["bytes_sent"]
-        again = parse(shlex.split(found.command())[1:])
+        again = parse(shlex.split(found.command())[1:]).flags
         assert isinstance(again, Simulation)
         assert {**toml.flat(again.resolved()), "out": found.config["out"]} == found.config
 
@@ -94,7 +95,7 @@ def test_what_is_finished_is_kept_and_the_rest_is_made_again(
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(made[0], out)
-    cut = out / compare.CELLS / "diloco-seed0" / "run.jsonl"
+    cut = out / comparison.CELLS / "diloco-seed0" / "run.jsonl"
     lines = cut.read_text().splitlines(keepends=True)
     cut.write_text("".join(lines[:-3]) + lines[-3][:40])  # as a kill leaves it: no end, a torn line
     before = logs(out)
@@ -165,7 +166,7 @@ def test_real_replicas_save_before_they_stop_and_go_on(text: Path, tmp_path: Pat
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
-    cell = out / compare.CELLS / "decoupled-seed0"
+    cell = out / comparison.CELLS / "decoupled-seed0"
     (stop,) = [event for event in history.load(cell).events if event["event"] == "stop"]
     assert 0 < stop["step"] < 200
     assert history.load(cell).status == "stopped"
@@ -197,7 +198,7 @@ def test_a_run_that_cannot_start_is_named(tmp_path: Path) -> None:
     assert code == 1
     told = " ".join(stderr.split())
     assert "2 of 2 runs failed, first alone-seed0: data short.txt: 9 training tokens" in told
-    assert "9 training tokens" in (tmp_path / "out" / compare.CELLS / "alone-seed0" / "stderr.txt").read_text()
+    assert "9 training tokens" in (tmp_path / "out" / comparison.CELLS / "alone-seed0" / "stderr.txt").read_text()
 
 
 def test_data_that_is_not_there_is_told_once_before_any_run(tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_real_processes_end_where_virtual_replicas_do(made: tuple[Path, str], te
     assert code == 0, stderr
     assert "published, mean" in stdout
     for method in methods:
-        real, virtual = (history.load(at / compare.CELLS / f"{method}-seed0") for at in (out, made[0]))
+        real, virtual = (history.load(at / comparison.CELLS / f"{method}-seed0") for at in (out, made[0]))
         assert (real.simulated, virtual.simulated) == (False, True)
         assert real.finish is not None
         assert virtual.finish is not None
@@ -234,27 +235,27 @@ def test_real_processes_end_where_virtual_replicas_do(made: tuple[Path, str], te
     [
         (["dilocoo"], "method 'dilocoo': unknown; there are alone, ddp"),
         (["decoupled:kep=8"], "kep: unknown; did you mean keep"),
-        (["diloco:keep=8"], "keep=8: diloco has no such number"),
-        (["decoupled:keep"], "keep: a method's numbers are key=value"),
-        (["decoupled:seed=3"], "seed=3: a method's numbers"),
+        (["diloco:keep=8"], "keep=8: diloco has no such option"),
+        (["decoupled:keep"], "keep: a method's options are key=value"),
+        (["decoupled:seed=3"], "seed=3: a method's options"),
         (["decoupled:keep=many"], 'keep = "many": must be a whole number'),
         (["decoupled:keep=8", "decoupled:keep= 8"], "the same run as decoupled:keep=8"),
         (["decoupled", "decoupled:keep=128"], "the same run as decoupled"),
         (["decoupled", "decoupled"], "one of them is given twice"),
         (["decoupled:keep=8,keep=16"], "keep is given twice"),
-        ([], "methods: at least one"),
+        ([], "methods: none given; give at least one"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(entries: list[str], told: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, MethodError)) as refused:
-        compare.cells(Comparison(methods=tuple(entries)), tmp_path / "out")
+        comparison.cells(Comparison(methods=tuple(entries)), tmp_path / "out")
     assert told in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_entry_may_set_anything_that_a_flag_sets(tmp_path: Path) -> None:
     asked = Comparison(methods=("demo:inner=sgd,inner_lr=1e-3,clip=inf",), processes=True, seeds=(7,))
-    (cell,) = compare.cells(asked, tmp_path)
+    (cell,) = comparison.cells(asked, tmp_path)
     assert isinstance(cell.config, Run)
     assert (cell.config.training.inner, cell.config.training.inner_lr) == ("sgd", 1e-3)
     assert cell.config.training.clip == float("inf")

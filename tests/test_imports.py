@@ -25,8 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 SCIENCE = ("core", "coding", "exchange", "world", "sim")  # needs nothing but torch
 FLAT = {"methods", "rules", "codec", "replica", "transport", "ledger", "errors", "version", "__init__", "__main__"}
-# Who may import torch.distributed: whoever joins a world of processes, carries messages in it, or starts it.
-TOUCHES_DISTRIBUTED = {"world.process_group", "world.join", "runs.launch"}
+# Who may import torch.distributed: whoever joins a world of processes or carries messages in it.
+TOUCHES_DISTRIBUTED = {"world.process_group", "world.join"}
 COMPILED = "coding.kernels.in_numba"  # optional: the same functions as `in_torch`, where numba is installed
 
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from overtone.errors import ReplicaError
-from overtone.runs.launch import Started, Wanted, _conclude, cause
+from overtone.runs.launch.supervisor import ReceivedSignals, ReplicaProcess, _conclude, cause
 
 BROKEN = "rank 0 of 2: the exchange broke off: a replica died or the network was cut (Connection closed by peer)"
-HEARD = {"told": True}
+RELAYED = {"relayed": True}
 
 
 class Ended:
@@ -25,27 +25,27 @@ class Ended:
         return self.returncode
 
 
-def replica(folder: Path, rank: int, code: int, words: str = "", at: float = 0, **said: Any) -> Started:
+def replica(folder: Path, rank: int, code: int, words: str = "", at: float = 0, **said: Any) -> ReplicaProcess:
     killed = said.pop("killed", False)
-    file = folder / f"words-{rank}"
+    file = folder / f"note-{rank}"
     if words:
-        file.write_text(json.dumps({"message": words, "told": False, **said}))
-    return Started(rank, cast(Popen[bytes], Ended(code)), file, ended=at, killed=killed)
+        file.write_text(json.dumps({"message": words, "relayed": False, **said}))
+    return ReplicaProcess(rank, cast(Popen[bytes], Ended(code)), file, ended=at, killed=killed)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "told"),
     [
-        ((1, BROKEN, 1, HEARD), (1, "no space left", 2, {}), "rank 1: no space left"),
+        ((1, BROKEN, 1, RELAYED), (1, "no space left", 2, {}), "rank 1: no space left"),
         ((128 + signal.SIGTERM, "", 0, {}), (1, "damaged", 5, {}), "rank 1: damaged"),
         ((-signal.SIGTERM, "", 0, {}), (1, "damaged", 5, {}), "rank 1: damaged"),
-        ((1, "rank 1: no such file", 1, HEARD), (1, "no such file", 1, {}), "rank 1: no such file"),
-        ((1, BROKEN, 1, HEARD), (-signal.SIGKILL, "", 2, {}), "rank 1 was killed by SIGKILL"),
+        ((1, "rank 1: no such file", 1, RELAYED), (1, "no such file", 1, {}), "rank 1: no such file"),
+        ((1, BROKEN, 1, RELAYED), (-signal.SIGKILL, "", 2, {}), "rank 1 was killed by SIGKILL"),
         ((1, "a", 1, {}), (1, "b", 1, {}), "rank 0: a"),
         ((1, "a", 2, {}), (1, "b", 1, {}), "rank 1: b"),
         # The launcher ended it itself, after the other had waited in vain: that one knows what happened.
         ((1, "rank 1 did not answer", 1, {}), (-signal.SIGKILL, "", 9, {"killed": True}), "rank 0: rank 1 did not"),
-        ((1, BROKEN, 1, HEARD), (3, "", 2, {}), "rank 1: ended with status 3 and without a word"),
+        ((1, BROKEN, 1, RELAYED), (3, "", 2, {}), "rank 1: ended with status 3 and without a message"),
     ],
 )
 def test_the_cause_is_told_and_not_what_follows_from_it(
@@ -66,13 +66,13 @@ def test_asked_to_stop_is_no_failure(tmp_path: Path) -> None:
     assert replica(tmp_path, 0, -signal.SIGKILL).failed
 
 
-def how(started: list[Started], *signals: signal.Signals) -> str:
+def how(started: list[ReplicaProcess], *signals: signal.Signals) -> str:
     """How a launcher ends that was sent these."""
-    wanted = Wanted()
+    received = ReceivedSignals()
     for number in signals:
-        wanted.hear(number, None)
+        received.receive(number, None)
     try:
-        _conclude(started, wanted)
+        _conclude(started, received)
     except SystemExit as stop:
         return f"status {stop.code}"
     except ReplicaError as error:
@@ -84,7 +84,7 @@ def test_how_a_launcher_ends(tmp_path: Path) -> None:
     fine = replica(tmp_path, 0, 0)
     stopped = replica(tmp_path, 5, 128 + signal.SIGTERM, "-", saved=True)
     left = replica(tmp_path, 6, -signal.SIGINT)
-    heard = replica(tmp_path, 1, 1, BROKEN, **HEARD)
+    heard = replica(tmp_path, 1, 1, BROKEN, **RELAYED)
     full = replica(tmp_path, 2, 1, "no space left")
     typed = replica(tmp_path, 3, 2, "heads=5: must divide the width", status=2)
     stuck = replica(tmp_path, 4, -signal.SIGKILL, killed=True)

@@ -64,6 +64,25 @@ def test_the_example_runs_alone() -> None:
     assert "rank 0 of 1: test loss" in run(sys.executable, "examples/wrap_a_loop.py")
 
 
+def test_the_example_of_mixed_precision_runs() -> None:
+    shown = re.search(
+        r"rank 0 of 1: loss ([\d.]+), (\d+) steps skipped", run(sys.executable, "examples/mixed_precision.py")
+    )
+    assert shown
+    assert float(shown[1]) < 0.4  # 0.5 before training
+    assert 0 < int(shown[2]) < 20  # the scaler begins too high, and finds its scale
+
+
+def test_the_example_of_resuming_ends_as_if_never_stopped(tmp_path: Path) -> None:
+    def ended(folder: str, *flags: str) -> list[str]:
+        return run(sys.executable, "examples/resume.py", str(tmp_path / folder), *flags).splitlines()
+
+    (whole,) = ended("whole")
+    assert whole.startswith("rank 0 of 1: finished, model ")
+    assert ended("cut", "--stop-at", "130") == []
+    assert ended("cut") == ["rank 0 of 1: continues from step 100", whole]
+
+
 def test_the_torchrun_line_runs() -> None:
     (line,) = [line for line in commands_of("torchrun") if "--nnodes" not in line]
     out = run(*shlex.split(line))

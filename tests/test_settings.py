@@ -8,16 +8,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from overtone.cli import commands
 from overtone.cli.arguments import parse
+from overtone.cli.train import Train
 from overtone.errors import ConfigError, OvertoneError
+from overtone.methods import METHODS, OPTIONS, takes
+from overtone.report import history
 from overtone.runs import toml
 from overtone.runs.config import MethodChoice, Run, Saving, Training
 from overtone.runs.recipes import RECIPES
 from overtone.tasks import Language, TaskOptions
 
 ODD = Run(
-    choice=MethodChoice("diloco", every=7, outer_lr=0.5),
+    choice=MethodChoice("diloco", every=7, lr=0.5),
     replicas=3,
     out=Path('a "strange" dir'),
     task=TaskOptions(data="ü.txt", skew=0.25, language=Language(context=32)),
@@ -73,9 +75,13 @@ def test_a_mistake_in_a_file_is_named(text: str, told: str, tmp_path: Path) -> N
 
 
 def parsed(*arguments: str) -> Run:
-    command = parse(["train", *arguments])
-    assert isinstance(command, commands.Train)
-    return command.settings
+    flags = parse(["train", *arguments]).flags
+    assert isinstance(flags, Train)
+    return flags.settings
+
+
+def test_without_flags_a_run_has_the_defaults() -> None:
+    assert parsed() == Run()
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) -> None:
@@ -97,9 +103,9 @@ def test_the_last_of_two_counts_and_a_resumed_run_stays_where_it_is(tmp_path: Pa
 
 def test_a_replica_obeys_its_launcher_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").write_text("every = 9")
-    monkeypatch.setenv(toml.TOLD, toml.toml(ODD))
+    monkeypatch.setenv(toml.INHERITED, toml.toml(ODD))
     assert parsed("--resume", str(tmp_path)) == ODD
-    monkeypatch.setenv(toml.TOLD, toml.toml(Run()))
+    monkeypatch.setenv(toml.INHERITED, toml.toml(Run()))
     assert parsed("--resume", str(tmp_path)).choice.every is None
 
 
@@ -128,6 +134,60 @@ def test_no_two_groups_share_a_key() -> None:
     assert len(found) == len(set(found))
 
 
+# -- the options of methods ------------------------------------------------------------------------------------------
+
+
+def test_every_option_of_every_method_is_a_flag_with_a_help_text() -> None:
+    taken = {option for name in METHODS for option in takes(name)}
+    assert taken == set(OPTIONS), "methods.py has one sentence for each option"
+    fields = {field.name: field for field in dataclasses.fields(MethodChoice)}
+    assert set(fields) == taken | {"method"}
+    for option, sentence in OPTIONS.items():
+        help_text = fields[option].metadata["help"]
+        assert help_text.startswith(sentence)
+        for name in METHODS:
+            shown = f" {name} {takes(name)[option]}" if option in takes(name) else f" {name} "
+            assert (shown in help_text) == (option in takes(name)), (option, name)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_option_that_is_left_out_stays_at_the_method_s_default(name: str) -> None:
+    assert MethodChoice(name).build() == METHODS[name]()
+    every_option = {option: default for option, default in takes(name).items() if option != "method"}
+    assert MethodChoice(name, **every_option).build() == METHODS[name]()
+
+
+def test_a_flag_has_the_name_of_the_option() -> None:
+    run = parsed("--chunk", "32", "--lr=0.5", "--inner-lr", "0.25")
+    assert (run.choice.options(), run.training.inner_lr) == ({"chunk": 32, "lr": 0.5}, 0.25)
+    with pytest.raises(OvertoneError, match="chunk=32: diloco has no such option; it takes every, lr, momentum"):
+        MethodChoice("diloco", chunk=32).build()
+    with pytest.raises(TypeError, match="chnk"):
+        MethodChoice("diloco", chnk=32)
+
+
+def test_a_former_name_still_means_the_same(tmp_path: Path) -> None:
+    """Files, flags and logs of earlier versions say outer_lr for lr."""
+    file = tmp_path / "config.toml"
+    for text in ("[method]\nouter_lr = 0.5", "outer-lr = 0.5", "lr = 0.5"):
+        file.write_text(text)
+        assert toml.load(file, Run()).choice == MethodChoice(lr=0.5)
+    for flags in (("--outer-lr", "0.5"), ("--outer-lr=0.5",), ("--outer_lr=0.5",), ("--lr", "0.5")):
+        assert parsed(*flags).choice == MethodChoice(lr=0.5)
+    file.write_text("[method]\nlr = 0.5\nouter_lr = 0.7")
+    with pytest.raises(ConfigError, match=r"\[method\]: outer_lr: given twice; lr is enough"):
+        toml.load(file, Run())
+
+
+def test_the_log_of_an_earlier_version_is_read_with_the_present_names(tmp_path: Path) -> None:
+    logs = Path(__file__).parent.parent / "benchmarks" / "results" / "paper" / "kjv"
+    old = history.load(logs / "diloco-outer_lr-0.9-momentum-0.8-seed0")
+    assert "outer_lr" in old.start["config"]
+    assert (old.config["lr"], old.numbers["outer lr"]) == (0.9, 0.9)
+    assert "outer_lr" not in old.config.keys() | old.numbers.keys()
+    assert "--lr 0.9 --momentum 0.8" in old.command()
+
+
 def test_an_unknown_recipe_lists_them() -> None:
     with pytest.raises(ConfigError, match="there are paper-language, paper-image, mini-language, mini-image"):
         parsed("--recipe", "paper")
@@ -135,7 +195,8 @@ def test_an_unknown_recipe_lists_them() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_dry_run_tells_what_a_recipe_costs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    commands.run(parse(["train", "--recipe", name, "--dry-run"]))
+    run, flags = parse(["train", "--recipe", name, "--dry-run"])
+    run(flags)
     shown = capsys.readouterr().out
     for word in ("parameters", "sent a round", "memory", "alone", "ddp", "diloco", "published", "decoupled"):
         assert word in shown

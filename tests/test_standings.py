@@ -130,9 +130,9 @@ def test_rows_are_compared_on_the_seeds_that_both_have(tell: Tell) -> None:
 
 def test_the_reference_is_the_best_of_the_most_talkative(tell: Tell) -> None:
     group = one_group(
-        tell("diloco", 2.0, 400, numbers={"every": 10, "outer_lr": 0.9}),
-        tell("diloco", 2.1, 400, numbers={"every": 10, "outer_lr": 0.7}),
-        tell("diloco", 1.9, 100, numbers={"every": 40, "outer_lr": 0.9}),
+        tell("diloco", 2.0, 400, numbers={"every": 10, "lr": 0.9}),
+        tell("diloco", 2.1, 400, numbers={"every": 10, "lr": 0.7}),
+        tell("diloco", 1.9, 100, numbers={"every": 40, "lr": 0.9}),
     )
     assert group.diloco is not None
     assert group.diloco.label == "diloco"  # what most of them have goes without saying
@@ -217,10 +217,10 @@ def test_claims_are_of_finished_runs_only(tell: Tell) -> None:
 
 
 def test_a_reference_that_diverged_is_none(tell: Tell) -> None:
-    group = one_group(tell("diloco", math.nan, numbers={"outer_lr": 0.7}), tell("diloco", 2.0), tell("decoupled", 2.0))
+    group = one_group(tell("diloco", math.nan, numbers={"lr": 0.7}), tell("diloco", 2.0), tell("decoupled", 2.0))
     assert group.diloco is not None
     assert group.diloco.loss == 2.0
-    lucky = one_group(tell("diloco", 1.0, numbers={"outer_lr": 0.8}), tell("diloco", 2.0), tell("diloco", 2.0, seed=1))
+    lucky = one_group(tell("diloco", 1.0, numbers={"lr": 0.8}), tell("diloco", 2.0), tell("diloco", 2.0, seed=1))
     assert lucky.diloco is not None
     assert lucky.diloco.seeds == [0, 1]  # two seeds against one lucky one
 

@@ -210,7 +210,7 @@ def test_together_is_each_by_itself() -> None:
     model = load_task(replace(TASKS["language"], model="gpt-neox-1m", language=Language(layers=1, width=32, heads=2)))
     weights = model.model()
     inner = optimizers.build(weights, Training(inner="muon"))
-    assert isinstance(inner, optimizers.Together)
+    assert isinstance(inner, optimizers.CombinedOptimizer)
     muon, adamw = inner.parts
     in_muon = {id(p) for group in muon.param_groups for p in group["params"]}
     in_adamw = {id(p) for group in adamw.param_groups for p in group["params"]}
@@ -577,7 +577,7 @@ def test_replicas_that_differ_are_refused_on_every_rank(
         (["--batch", "1000000"], "fewer than one batch of 1000000"),
         (["--data", "none"], "data none: no validation samples"),
         (["--method", "dilocoo"], "method 'dilocoo': unknown"),
-        (["--keep", "7", "--method", "ddp"], "keep=7: ddp has no such number"),
+        (["--keep", "7", "--method", "ddp"], "keep=7: ddp has no such option"),
         (["--device", "cuda"], "device=cuda: replica 0 of this host needs a GPU of its own, and there are 0"),
         (["--task", "image", "--recompute"], "recompute: SmallResNetForImageClassification does not support"),
     ],

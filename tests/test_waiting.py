@@ -21,7 +21,8 @@ import worlds
 from overtone import Replica
 from overtone.errors import MethodError, PeerError, ReplicaError
 from overtone.ledger import Count
-from overtone.runs import launch, log
+from overtone.runs import log
+from overtone.runs.launch import supervisor
 from overtone.transport import run_exchange
 from overtone.world import watchdog
 from overtone.world.board import Board
@@ -259,13 +260,13 @@ def test_a_stop_sent_to_every_process_is_one_request(trial: Trial) -> None:
 
 def test_a_replica_that_freezes_after_its_last_word_is_named(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the launcher runs in this process, to be less patient."""
-    monkeypatch.setattr(launch, "PATIENCE", 2.0)
+    monkeypatch.setattr(supervisor, "PATIENCE", 2.0)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    moment = Moment("overtone.runs.launch:_end", rank=1, does="freeze")
+    moment = Moment("overtone.runs.launch.inside:_end", rank=1, does="freeze")
     for name, value in {**surroundings(), **moment.environment(trial.folder, trial.note)}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ReplicaError, match="rank 1 did not end within 2 s of the others and was killed"):
-        launch.spawn(["train", *trial.flags, "--out", str(trial.folder), "--steps", "4"], replicas=2, threads=1)
+        supervisor.spawn(["train", *trial.flags, "--out", str(trial.folder), "--steps", "4"], replicas=2, threads=1)
 
 
 def test_a_run_leaves_nothing_in_the_temporary_directory(trial: Trial, tmp_path: Path) -> None:

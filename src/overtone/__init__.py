@@ -9,6 +9,9 @@ for batch in data:
 replica.finish()
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from overtone.errors import (
     CheckpointError,
     ConfigError,
@@ -35,15 +38,50 @@ from overtone.errors import (
     UnfitRunError,
     WireError,
 )
-from overtone.ledger import Count, Ledger, Round
-from overtone.methods import METHODS, Method, alone, ddp, decoupled, demo, diloco, local_sgd, published, sparse_loco
-from overtone.replica import Replica
-from overtone.sim.cluster import Cluster
-from overtone.sim.network import Absence, Link
-from overtone.transport import Solo
 from overtone.version import __version__
-from overtone.world.join import connect
-from overtone.world.process_group import Torch
+
+# The names below need torch, which takes seconds to import. They are imported when somebody asks for them, so that
+# `overtone --help` and `overtone --version` answer at once. Type checkers read the imports, Python reads the table.
+if TYPE_CHECKING:
+    from overtone.ledger import Count, Ledger, Round
+    from overtone.methods import METHODS, Method, alone, ddp, decoupled, demo, diloco, local_sgd, published, sparse_loco
+    from overtone.replica import Replica
+    from overtone.sim.cluster import Cluster
+    from overtone.sim.network import Absence, Link
+    from overtone.transport import Solo
+    from overtone.world.join import connect
+    from overtone.world.process_group import Torch
+else:
+    _NAMES_OF = {
+        "ledger": ("Count", "Ledger", "Round"),
+        "methods": (
+            "METHODS", "Method", "alone", "ddp", "decoupled", "demo", "diloco", "local_sgd", "published", "sparse_loco",
+        ),
+        "replica": ("Replica",),
+        "sim.cluster": ("Cluster",),
+        "sim.network": ("Absence", "Link"),
+        "transport": ("Solo",),
+        "world.join": ("connect",),
+        "world.process_group": ("Torch",),
+    }  # fmt: skip
+    _MODULE_OF = {name: f"overtone.{module}" for module, names in _NAMES_OF.items() for name in names}
+    # `import overtone` alone is enough to reach these modules, such as `overtone.rules.Outer`.
+    _MODULES = ("codec", "coding", "exchange", "ledger", "methods", "replica", "rules", "sim", "transport", "world")
+
+    def __getattr__(name):
+        """Import a public name, or a module of the library, on first use (PEP 562)."""
+        if name in _MODULE_OF:
+            value = getattr(import_module(_MODULE_OF[name]), name)
+        elif name in _MODULES:
+            value = import_module(f"overtone.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__, *_MODULES})
+
 
 __all__ = [
     "METHODS",

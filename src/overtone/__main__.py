@@ -1,4 +1,4 @@
-"""`python -m overtone`, as torchrun starts it."""
+"""`python -m overtone`: the command line, in the form in which torchrun starts it."""
 
 from overtone.cli import main
 

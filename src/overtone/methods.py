@@ -147,19 +147,41 @@ METHODS: dict[str, Callable[..., Method]] = {
     row.__name__: row for row in (alone, ddp, demo, local_sgd, diloco, sparse_loco, published, decoupled)
 }
 
+# What each option of the methods means, in one sentence. The command line takes its flags and their help from here and
+# from the signatures above; tests/test_settings.py sees to it that no option is missing.
+OPTIONS: dict[str, str] = {
+    "every": "Local steps between two rounds (papers: H).",
+    "keep": "Coefficients sent of each 64 x 64 chunk; smaller and larger chunks send in proportion to their area.",
+    "bits": "Bits of each coefficient sent: 1, 2, 4, 8, 16 or 32.",
+    "lr": "Learning rate of the outer step; the inner optimizer has one of its own.",
+    "momentum": "Nesterov momentum of the outer step.",
+    "decay": "Factor by which the residual (of demo: the private momentum) shrinks from one round to the next.",
+    "carry": "Share of the residual that stays in the replica's own weights between rounds.",
+    "release": "Share of the sent coefficients that leaves the residual.",
+    "transform": "Transform of each chunk before the strongest coefficients are chosen: dct, random (a fixed rotation) "
+    "or none.",
+    "chunk": "Side of the square chunks into which tensors are cut for the transform.",
+    "drain": "Dense one-bit messages at the end of the run, which empty the residuals into the anchor.",
+}
 
-def method_named(name: str, **numbers: object) -> Method:
-    """The row of that name with these numbers. Unknown names and numbers are refused with what there is."""
+# The rows that reports set all others against.
+REFERENCE = diloco.__name__  # loss and bytes of the other rows are compared with this row
+EVERY_GRADIENT = ddp.__name__  # bytes are compared with this row too
+NO_EXCHANGE = alone.__name__  # "gain kept" is 0 % at this row's loss and 100 % at the reference's
+
+
+def method_named(name: str, **options: object) -> Method:
+    """The row of that name with these options. An unknown name or option is refused, with a list of the known ones."""
     if name not in METHODS:
         raise MethodError(f"method {name!r}: unknown; there are {', '.join(METHODS)}")
     known = takes(name)
-    for number in numbers:
-        if number not in known:
-            rule = f"it takes {', '.join(known)}" if known else "it takes no numbers"
-            raise MethodError(f"{number}={numbers[number]}: {name} has no such number; {rule}")
-    return METHODS[name](**numbers)
+    for option in options:
+        if option not in known:
+            rule = f"it takes {', '.join(known)}" if known else "it takes no options"
+            raise MethodError(f"{option}={options[option]}: {name} has no such option; {rule}")
+    return METHODS[name](**options)
 
 
-def takes(name: str) -> list[str]:
-    """The numbers that the row of that name takes."""
-    return list(inspect.signature(METHODS[name]).parameters)
+def takes(name: str) -> dict[str, object]:
+    """The options of the row of that name, with their defaults."""
+    return {option: parameter.default for option, parameter in inspect.signature(METHODS[name]).parameters.items()}

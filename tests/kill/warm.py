@@ -102,13 +102,13 @@ def become(request: dict[str, Any]) -> None:
     """`overtone …` in this process, as a launcher or as one of its replicas."""
     import sitecustomize as moments
 
-    from overtone.runs import launch
+    from overtone.runs.launch import supervisor
 
     os.chdir(request["cwd"])
     if request["file_limit"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit"], request["file_limit"]))
     os.environ.update(request["env"])
-    launch.Popen = Forked  # type: ignore[misc]
+    supervisor.Popen = Forked  # type: ignore[misc]
     sys.argv = ["overtone", *request["args"]]
     if job := fork_replicas(request["replicas"]):
         os.environ.clear()
@@ -128,7 +128,7 @@ if __name__ == "__main__":
     import torch._dynamo  # every optimiser loads it
     import torch.utils.tensorboard
 
-    for name in ("cli.commands", "runs.launch", "runs.open_run", "tasks.text.task", *sys.argv[2:]):
+    for name in ("cli.train", "runs.launch", "runs.open_run", "tasks.text.task", *sys.argv[2:]):
         importlib.import_module(f"overtone.{name}")
     torch.set_num_threads(1)
     channel = socket.socket(fileno=int(sys.argv[1]))

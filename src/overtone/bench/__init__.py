@@ -1,1 +1,1 @@
-"""Measurements that users can repeat: everything as ratios within one run."""
+"""Measurements that users can repeat. Results are ratios within one run, so that machines can be compared."""

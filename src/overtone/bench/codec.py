@@ -1,8 +1,8 @@
-"""How fast the codec is: one round's work on the tensors of a GPT, against the published path and against memory.
+"""`overtone bench codec`: one round's work on the tensors of a GPT, against the published code and against memory.
 
-A round is: the drift of the weights into the residual (accumulate), transform, select, quantize, pack, update the
-residual; then check, unpack and average the payloads of all replicas, transform back into the weights. Everything in
-one run on the same tensors and the same threads; what counts are the ratios.
+A round adds the drift of the weights to the residual, transforms, selects, quantizes, packs and updates the residual;
+then it checks, unpacks and averages the payloads of all replicas and transforms back into the weights. All measurements
+are made in one run, on the same tensors and the same threads: their ratios count.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from overtone.bench.options import CodecBench
 from overtone.bench.reference import TRANSFORMS, Reference
 from overtone.codec import Block, TopK, check_payload, mean
 from overtone.coding.bits import Reader
@@ -30,7 +31,6 @@ from overtone.exchange.gathered import bytes_of
 from overtone.exchange.round import SlabWork
 from overtone.exchange.signals import Sources
 from overtone.rules import Mean, Outer
-from overtone.runs.config import CodecBench
 
 Shapes = Sequence[tuple[int, ...]]
 CPU = torch.device("cpu")
@@ -59,21 +59,22 @@ class Timing:
 
 
 class Ours:
-    """A round of overtone's codec as `Replica` does it; the outer step left out."""
+    """A round of overtone's codec as `Replica` does it, without the outer step."""
 
     def __init__(self, shapes: Shapes, codec: TopK, replicas: int, kernels: Kernels) -> None:
         self.replicas = replicas
         self.sending = SlabWork(codec.layout(shapes), kernels, CPU, Outer(lr=1.0, momentum=0.0), codec)
         self.receiving = replace(self.sending, rule=Mean())
-        # Written to, so that its pages exist before we measure.
+        # Filled, so that its memory pages exist before we measure.
         self.state = {"residual": self.sending.layout.empty(CPU).fill_(0.0)}
         self.blocks: list[Block] = []
 
     def encode(self, start: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """From the weights before and after some local steps to the blocks of a message."""
         self.blocks, _ = self.sending.encode(self.state, Sources(start, weights))
 
     def decode(self, weights: Sequence[Tensor]) -> None:
-        """The others' payloads are checked from end to end, then all are read for the mean, as in a real round."""
+        """Check the payloads of the others from end to end, then read all for the mean, as in a real round."""
         codec, layout, kernels = self.receiving.codec, self.receiving.layout, self.receiving.kernels
         payload = b"".join(bytes_of(block) for block in self.blocks)
         for _ in range(self.replicas - 1):
@@ -92,7 +93,7 @@ class Ours:
 
 
 class Theirs:
-    """A round of the published path."""
+    """A round of the published code."""
 
     def __init__(self, shapes: Shapes, keep: int, replicas: int, transform: str) -> None:
         self.codec, self.replicas = Reference(keep, TRANSFORMS[transform]), replicas
@@ -100,11 +101,13 @@ class Theirs:
         self.messages: list[tuple[Tensor, Tensor]] = []
 
     def encode(self, start: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """From the weights before and after some local steps to one message per tensor."""
         self.messages = [
             self.codec.encode(store, a - b) for store, a, b in zip(self.stores, start, weights, strict=True)
         ]
 
     def decode(self, weights: Sequence[Tensor]) -> None:
+        """Average the messages of all replicas into the weights."""
         for message, weight in zip(self.messages, weights, strict=True):
             weight.copy_(self.codec.decode([message] * self.replicas, weight.shape))
 
@@ -114,14 +117,14 @@ class Theirs:
 
 
 def tensors_of(shapes: Shapes) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights at the start of a round, and after some local steps."""
-    dice = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=dice) * 0.02 for shape in shapes]
-    return start, [a + 1e-3 * torch.randn(a.shape, generator=dice) for a in start]
+    """Random weights at the start of a round, and after some local steps."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) * 0.02 for shape in shapes]
+    return start, [a + 1e-3 * torch.randn(a.shape, generator=generator) for a in start]
 
 
 def measure(path: Ours | Theirs, shapes: Shapes, times: int) -> Timing:
-    """The best of several rounds after one to warm up."""
+    """The fastest of several rounds, after one round of warm-up."""
     start, weights = tensors_of(shapes)
     answers = [w.clone() for w in weights]
     path.encode(start, weights)
@@ -131,6 +134,7 @@ def measure(path: Ours | Theirs, shapes: Shapes, times: int) -> Timing:
 
 
 def best_of(job: Callable[[], object], times: int) -> float:
+    """The seconds of the fastest of several calls."""
     seconds = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -140,7 +144,7 @@ def best_of(job: Callable[[], object], times: int) -> float:
 
 
 def memory_copy(values: int) -> float:
-    """Seconds for one copy of so many fp32 numbers."""
+    """The seconds of one copy of this many fp32 values in memory."""
     source, place = torch.ones(values), torch.ones(values)
     return best_of(lambda: place.copy_(source), 5)
 
@@ -149,10 +153,10 @@ def memory_copy(values: int) -> float:
 
 
 def extra_memory(make: str, bench: CodecBench) -> float | None:
-    """Peak memory of a round beside weights, residual and result, as a share of the parameters' bytes.
+    """Peak memory of a round beyond weights, residual and result, as a share of the parameters' bytes.
 
-    In a process of its own, where nothing that was freed before can be used again unseen. None where the system cannot
-    tell.
+    It is measured in a process of its own: memory that was freed earlier would be used again unseen. None if the system
+    does not report it.
     """
     if not Path("/proc/self/clear_refs").exists():
         return None
@@ -171,7 +175,7 @@ def _extra_memory(make: str, bench: CodecBench) -> float:
         return Theirs(shapes, bench.keep, bench.replicas, make)
 
     small: Shapes = [(128, 128), (9,)]
-    measure(path(small), small, 1)  # loads and compiles what is needed, once and for all models
+    measure(path(small), small, 1)  # loads and compiles the code that a round needs
     start, weights = tensors_of(shapes)
     answers = [w.clone() for w in weights]
     whole = path(shapes)
@@ -191,11 +195,12 @@ def _status_bytes(key: str) -> int:
 
 
 def size_of(shapes: Shapes) -> int:
+    """The number of values in all tensors."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 def run(bench: CodecBench, say: Callable[[str], None]) -> dict[str, Any]:
-    """Everything measured, as one JSON object. Times are in copies: multiples of one memory copy of the parameters."""
+    """Measure everything; the result is one JSON object. Times are multiples of one memory copy of the parameters."""
     shapes = gpt_shapes(bench)
     size = size_of(shapes)
     refuse_beyond_memory(
@@ -247,7 +252,7 @@ def _row(timing: Timing, size: int, copy: float) -> dict[str, float]:
 
 
 def _small_tensors(bench: CodecBench, loops: Kernels) -> dict[str, float]:
-    """Time per byte of 400 small tensors over that of one matrix with as many values."""
+    """The time of 400 small tensors, divided by the time of one matrix with as many values."""
     codec = TopK(keep=bench.keep, bits=bench.bits)
     found = {}
     for side in (64, 128, 256):
@@ -259,7 +264,7 @@ def _small_tensors(bench: CodecBench, loops: Kernels) -> dict[str, float]:
 
 
 def _selection(keep: int, loops: Kernels) -> dict[str, float]:
-    """Time to find the strongest of each 4096, over that of `torch.topk`."""
+    """The time to find the strongest of each 4096 coefficients, divided by the time of `torch.topk`."""
     coeffs = torch.randn(128, 4096, generator=torch.Generator().manual_seed(0))
     found: dict[str, float] = {}
     for k in dict.fromkeys((min(keep, 4095), 128, 512)):
@@ -274,6 +279,7 @@ def _selection(keep: int, loops: Kernels) -> dict[str, float]:
 
 
 def markdown(report: dict[str, Any]) -> str:
+    """The result as a page of Markdown."""
     copy = f"{report['copy_gb_per_second']:.2f} GB/s, {report['copy_seconds'] * 1e3:.0f} ms"
     threads = "one thread" if report["threads"] == 1 else f"{report['threads']} threads"
     lines = [

@@ -1,10 +1,10 @@
-"""The codec path of the published code, transcribed plainly: what overtone's codec is measured against.
+"""The codec of the published code, transcribed plainly. `bench.codec` measures overtone's codec against it.
 
-Per tensor: the largest chunk sides up to 64 that divide it, a DCT of each chunk, `topk` of the magnitudes, 64-bit
-positions and fp32 values as the message, and a scatter that averages each coefficient over its senders. The sender
-decodes its own message to learn what to take out of its residual. Vectors are cut into chunks of one axis.
+Each tensor is cut into chunks whose sides are the largest divisors up to 64. A DCT of each chunk, `topk` of the
+magnitudes, and a message of 64-bit positions and fp32 values follow. A scatter averages each coefficient over its
+senders. The sender decodes its own message and takes the result out of its residual. Vectors have chunks of one axis.
 
-The transform is exchangeable: one `einsum` of three operands as published, or an FFT-based one.
+The transform can be chosen: one `einsum` of three operands as published, or one of two that are based on an FFT.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ Transform = Callable[[Tensor, bool], Tensor]  # (down, across, h, w); True is th
 
 
 def cut_of(shape: Sequence[int], most: int = 64) -> Cut:
+    """How a tensor of this shape is cut into chunks of equal size."""
     rows, cols = shape if len(shape) == 2 else (1, shape[0])
     h, w = (max(d for d in range(1, min(n, most) + 1) if n % d == 0) for n in (rows, cols))
     return rows // h, cols // w, h, w
 
 
 def by_einsum(chunks: Tensor, back: bool) -> Tensor:
+    """The DCT as a product with the cosine basis, as published."""
     bases = [dct.cached_basis(dct.cosine_basis, n, chunks.device) for n in chunks.shape[-2:]]
     rows, cols = (basis.T if back else basis for basis in bases)
     return torch.einsum("yxhw,fh,gw->yxfg", chunks, rows, cols)
 
 
 def by_scipy(chunks: Tensor, back: bool) -> Tensor:
+    """The DCT of scipy."""
     turn = scipy.fft.idctn if back else scipy.fft.dctn
     return torch.from_numpy(np.ascontiguousarray(turn(chunks.numpy(), axes=(2, 3), norm="ortho", workers=1)))
 
 
 def by_torch_fft(chunks: Tensor, back: bool) -> Tensor:
-    """Makhoul's: a DCT is the real part of a rotated FFT of the evens, then the odds backwards."""
+    """Makhoul's way: a DCT is the real part of a rotated FFT of the even values followed by the odd ones backwards."""
     turn = _idct_last if back else _dct_last
     for _ in range(2):  # the last axis, then the other
         chunks = turn(chunks).transpose(-1, -2)
@@ -84,7 +87,7 @@ class Reference:
     transform: Transform = by_einsum
 
     def encode(self, store: Tensor, drift: Tensor) -> tuple[Tensor, Tensor]:
-        """store ← store + drift, less what is sent, in the domain of the weights as published."""
+        """store ← store + drift − what is sent, in the domain of the weights as published; the message."""
         store.add_(drift)
         cut = cut_of(store.shape)
         coeffs = self.transform(_chunks(store, cut), False).flatten(2)

@@ -1,7 +1,7 @@
-"""`overtone bench train`: the training loop's speed, as ratios within one run.
+"""`overtone bench train`: the speed of the training loop, as ratios within one run.
 
-`ddp` against torch's own `DistributedDataParallel`, in real processes, and one replica against the bare loop, all on
-the same model and batches. The contestants take turns in short segments, so that a machine that slows down slows both.
+In real processes `ddp` is compared with torch's own `DistributedDataParallel`, and one replica with a bare loop, on the
+same model and batches. The two loops take turns in short segments: a machine that slows down slows both.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from overtone.bench.options import TrainBench
 from overtone.methods import ddp, decoupled
 from overtone.replica import Replica
 from overtone.runs import optimizers
-from overtone.runs.config import TrainBench, Training
+from overtone.runs.config import Training
 from overtone.runs.coordination import Coordinator
 from overtone.runs.loop import SingleReplica, local_steps
 from overtone.tasks import Task, load_task
 from overtone.transport import Solo, Transport
 from overtone.world.join import connect
 
-Segment = Callable[[], float]  # runs some steps; seconds they took
+Segment = Callable[[], float]  # trains for some steps and returns the seconds that they took
 
 
 def run(bench: TrainBench) -> dict[str, Any]:
-    """This rank's part; the report is the same on every rank."""
+    """Measure everything, as one of the ranks. The result is the same on every rank."""
     transport = connect()
     task = load_task(bench.task)
     training = Training(steps=10**9, batch=bench.batch, warmup=0, schedule="constant", inner_lr=1e-3)
@@ -39,7 +40,7 @@ def run(bench: TrainBench) -> dict[str, Any]:
         theirs = _bare(task, training, bench.steps, transport, around=DistributedDataParallel)
         ours = _ours(task, training, bench.steps, transport, ddp())
         found["ddp against torch's DistributedDataParallel"] = _race(ours, theirs, bench.segments, tell)
-    # On replica 0 alone, while the others wait: all at once would measure how they share the machine.
+    # On rank 0 alone, while the others wait: all at once would measure how they share the machine.
     alone = None
     if transport.rank == 0:
         bare = _bare(task, training, bench.steps, Solo())
@@ -66,7 +67,7 @@ def run(bench: TrainBench) -> dict[str, Any]:
 
 
 def _race(ours: Segment, theirs: Segment, segments: int, tell: Callable[[Any], list[Any]]) -> dict[str, float]:
-    """Median seconds of each, and the median of the ratios of neighbours; the slowest rank's time counts."""
+    """The median seconds of each loop, and the median ratio of two segments in turn. The slowest rank's time counts."""
     for warm_up in (theirs, ours):
         warm_up()
     pairs = []
@@ -105,7 +106,7 @@ def _bare(
     transport: Transport,
     around: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Segment:
-    """The loop as anyone writes it, around a model of torch's own making."""
+    """The loop without overtone, around a model that may be wrapped by torch."""
     model = _model(task)
     inner = optimizers.build(model, training)
     trained = around(model)
@@ -129,6 +130,7 @@ def _model(task: Task) -> nn.Module:
 
 
 def markdown(report: dict[str, Any]) -> str:
+    """The result as a page of Markdown."""
     unit = report["unit"]
     lines = [
         f"{report['parameters']:,} parameters, {report['replicas']} replicas; medians of {report['segments']} segments "

@@ -1,4 +1,4 @@
-"""The command line. Everything here is words; the work is done elsewhere."""
+"""The command line: reads arguments, prints results and errors. The work is done elsewhere."""
 
 from __future__ import annotations
 
@@ -6,29 +6,24 @@ import os
 import sys
 from typing import NoReturn
 
-from overtone.version import __version__
-
 
 def main() -> None:
-    """`overtone COMMAND …`: one clear line for what the user can mend, never a traceback; exit status 2 for what was
-    typed wrong, 1 for what happened during the work."""
+    """`overtone COMMAND …`. An error that the user can repair is one line, without a traceback. The exit status is 2
+    if something was typed wrong, and 1 if something happened during the work."""
     try:
         import rich  # noqa: F401
         import tyro  # noqa: F401
     except ImportError as error:
         sys.exit(f"overtone: the command line needs {error.name}; pip install 'overtone[cli]'")
 
-    if sys.argv[1:] == ["--version"]:
-        print(f"overtone {__version__}")
-        return
-
-    from overtone.cli import arguments, commands
+    from overtone.cli import arguments
     from overtone.common import machine_errors
     from overtone.errors import OvertoneError
 
     try:
         with machine_errors.in_words(), arguments.warnings_in_one_line():
-            commands.run(arguments.parse(sys.argv[1:]))
+            run, flags = arguments.parse(sys.argv[1:])
+            run(flags)
     except OvertoneError as error:
         _end(error)
     except KeyboardInterrupt:
@@ -36,14 +31,15 @@ def main() -> None:
 
 
 def _end(error: Exception) -> NoReturn:
+    """Print the error and exit. A replica whose launcher prints the error leaves it to the launcher."""
     from overtone.errors import OvertoneError, one_line
 
     status = error.status if isinstance(error, OvertoneError) else 1
-    if {"OVERTONE_WORDS", "TORCHELASTIC_ERROR_FILE"} & os.environ.keys():  # of a replica that was never one
-        from overtone.runs import launch
+    if {"OVERTONE_SPAWNED", "TORCHELASTIC_ERROR_FILE"} & os.environ.keys():  # a replica failed before it could train
+        from overtone.runs.launch import inside
 
-        launch.confess(error)
-        if launch.is_ours():  # the launcher tells it, once
+        inside.report_failure(error)
+        if inside.is_ours():
             sys.exit(status)
     print(f"overtone: {one_line(str(error))}", file=sys.stderr)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""From the words of the command line to the command they mean."""
+"""From the arguments of the command line to a command and its flags."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import io
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import make_dataclass
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
-from overtone.cli.commands import Bench, Demo, Export, Plan, Report, Train
+from overtone.cli import commands
+from overtone.cli.commands import COMMANDS
 from overtone.errors import ConfigError, OvertoneError, OvertoneWarning, one_line, printable
-from overtone.runs import directory, toml
-from overtone.runs.config import Comparison, Run, Simulation
-from overtone.runs.recipes import RECIPES
-from overtone.tasks import refuse_untrusted
+from overtone.version import __version__
 
-DESCRIPTION = "Train one model on many machines joined by thin wires."
-MARKS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-RULES = {  # what Python says of a word that is no number, and what we say
+MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+HELP = ("-h", "--help")
+MAY_BE_EMPTY = "--title"
+OTHER_WORDS = {  # Python's words for a value of the wrong type, and ours
     r"invalid literal for int\(\) with base 10: (.*)": r"\1: not a whole number",
     r"could not convert string to float: (.*)": r"\1: not a number",
     r"no type matching \{None\}(\w+) could be instantiated from \[(.*?)\]\..*": r"\2: not of the kind \1",
@@ -31,41 +31,39 @@ RULES = {  # what Python says of a word that is no number, and what we say
 }
 
 
-def parse(arguments: Sequence[str]) -> object:
-    """The command that these arguments of the command line say."""
+class Parsed(NamedTuple):
+    """A command line that was understood: a function, and the flags to call it with."""
+
+    run: Callable[[Any], None]
+    flags: Any
+
+
+def parse(arguments: Sequence[str]) -> Parsed:
+    """The command and its flags. A wrong command line raises; the --help of a command prints and exits."""
     _refuse_odd(arguments)
-    train = Train(settings=_base(arguments)) if arguments[:1] == ["train"] else Train()
-    kinds = (
-        Annotated[Train, tyro.conf.subcommand("train", default=train)]
-        | Annotated[Simulation, tyro.conf.subcommand("simulate")]
-        | Annotated[Demo, tyro.conf.subcommand("demo")]
-        | Annotated[Comparison, tyro.conf.subcommand("compare")]
-        | Annotated[Report, tyro.conf.subcommand("report")]
-        | Annotated[Plan, tyro.conf.subcommand("plan")]
-        | Annotated[Export, tyro.conf.subcommand("export")]
-        | Annotated[Bench, tyro.conf.subcommand("bench")]
-    )
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            return tyro.cli(kinds, prog="overtone", description=DESCRIPTION, args=list(arguments), config=MARKS)
-    except AssertionError as error:  # tyro's own, of a shell that it cannot complete words for
-        raise ConfigError(str(error)) from error
-    except SystemExit as stop:
-        if not stop.code:  # it was asked for help
-            raise
-        raise _refusal(stop, said.getvalue()) from None
+    first, second = [*arguments[:2], "", ""][:2]
+    if first == "--version":
+        return Parsed(print, f"overtone {__version__}")
+    if first in HELP or (second in HELP and commands.members_of(first)):
+        return Parsed(print, commands.overview("" if first in HELP else first))
+    if first.startswith("--tyro-"):  # tyro's own flags, which write completions for a shell
+        return Parsed(print, _parse_flags(_all_commands(), "overtone", arguments, None))
+    name = commands.find(arguments)
+    command = COMMANDS[name]
+    given = _with_new_names(arguments[len(name.split()) :])
+    flags = _parse_flags(command.flags, f"overtone {name}", given, command.defaults_for(given))
+    return Parsed(command.run, flags)
 
 
 def _refuse_odd(arguments: Sequence[str]) -> None:
-    """What no flag takes: bytes that are no text, since neither a log nor a configuration could hold them; nothing at
-    all, since a path of no letters is the current directory."""
+    """Refuse two kinds of arguments that no flag takes: bytes that are not UTF-8, since neither a log nor a
+    configuration could hold them, and empty texts, since an empty path would mean the current directory."""
     before = ""
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         if not argument or (argument.startswith("--") and equals and not value):
             name = flag or before
-            if name != "--title":
+            if name != MAY_BE_EMPTY:
                 raise ConfigError(f"{name or 'command line'} '': empty; give a value, or leave it out")
         try:
             argument.encode()
@@ -74,8 +72,50 @@ def _refuse_odd(arguments: Sequence[str]) -> None:
         before = argument
 
 
+def _with_new_names(arguments: Sequence[str]) -> list[str]:
+    """The same arguments with the present name of every flag that had another name in an earlier version."""
+    from overtone.runs.toml import RENAMED  # here, because it imports torch
+
+    found = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        renamed = flag.startswith("--") and name in RENAMED
+        found.append(f"--{RENAMED[name].replace('_', '-')}{equals}{value}" if renamed else argument)
+    return found
+
+
+def _parse_flags(kind: Any, program: str, arguments: Sequence[str], default: Any) -> Any:
+    """The flags as tyro reads them. What it prints about a mistake becomes a `ConfigError` of one line."""
+    printed = io.StringIO()
+    more = {} if default is None else {"default": default}
+    try:
+        with redirect_stderr(printed):
+            return tyro.cli(kind, prog=program, args=list(arguments), config=MARKERS, **more)
+    except AssertionError as error:  # tyro's own, about a shell that it does not know
+        raise ConfigError(str(error)) from error
+    except SystemExit as stop:
+        if not stop.code:  # after --help
+            raise
+        raise _refusal(stop, printed.getvalue()) from None
+
+
+def _all_commands() -> Any:
+    """One type of all commands and their flags. It imports every command."""
+    found: list[Any] = []
+    groups: dict[str, list[Any]] = {}
+    for name, command in COMMANDS.items():
+        *group, word = name.split()
+        members = groups.setdefault(group[0], []) if group else found
+        members.append(Annotated[command.flags, tyro.conf.subcommand(word)])
+    for group_name, members in groups.items():
+        kind = make_dataclass(group_name.capitalize(), [("command", reduce(or_, members))])
+        found.append(Annotated[kind, tyro.conf.subcommand(group_name)])
+    return reduce(or_, found)
+
+
 def _refusal(stop: SystemExit, box: str) -> OvertoneError:
-    """Why tyro stopped: an error of ours that it wraps in a box of its own, or its own words."""
+    """The reason why tyro stopped: an error of ours that tyro caught, or the text in the box that tyro printed."""
     cause: BaseException | None = stop
     while cause is not None:
         if isinstance(cause, OvertoneError):
@@ -85,65 +125,31 @@ def _refusal(stop: SystemExit, box: str) -> OvertoneError:
 
 
 def _unboxed(box: str) -> str:
-    """The first words of tyro's box, and the flag or the commands that it thinks were meant."""
+    """The first sentence in tyro's box, and the flag that tyro suggests."""
     plain = re.sub(r"\x1b\[[0-9;]*m|[│┃|╭╮╰╯]", "", box)
     parts = [" ".join(part.split()) for part in re.split(r"(?:^|\s)[─━-]{3,}(?=\s|$)", plain)]
-    title, said, *others = [part for part in parts if part] + ["", ""]
-    words = re.sub(r"^Error parsing ", "", said or title)
-    for theirs, ours in RULES.items():
+    title, sentence, *others = [part for part in parts if part] + ["", ""]
+    words = re.sub(r"^Error parsing ", "", sentence or title)
+    for theirs, ours in OTHER_WORDS.items():
         words = re.sub(theirs, ours, words)
     nearest = re.search(r"Perhaps you meant: (--[\w-]+)", " ".join(others))
-    commands = next((part for part in others if part.startswith("Available subcommands")), "")
-    hint = f"; did you mean {nearest[1]}?" if nearest else f"; {commands[:1].lower()}{commands[1:]}" if commands else ""
-    return f"{words.rstrip('.')}{hint}; --help shows what there is"
+    hint = f"; did you mean {nearest[1]}?" if nearest else ""
+    return f"{words.rstrip('.')}{hint}; --help shows all flags"
 
 
 @contextmanager
 def warnings_in_one_line() -> Iterator[None]:
-    """What our own code warns of, told as everything else is, and once."""
-    told: set[str] = set()
+    """Print each warning of overtone's own once, in one line like everything else."""
+    printed: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if not issubclass(category, OvertoneWarning):
             before(message, category, *place, **more)
-        elif str(message) not in told:
-            told.add(str(message))
+        elif str(message) not in printed:
+            printed.add(str(message))
             print(f"overtone: {one_line(str(message))}", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", OvertoneWarning)
         before, warnings.showwarning = warnings.showwarning, show
         yield
-
-
-def _base(arguments: Sequence[str]) -> Run:
-    """What the flags start from: a recipe, a file or an earlier run, each if there is one."""
-    if (told := toml.told(Run())) is not None:
-        return told
-    recipe, config, resume, out = (_value_of(arguments, f"--{flag}") for flag in ("recipe", "config", "resume", "out"))
-    run = Run()
-    if recipe is not None:
-        if recipe not in RECIPES:
-            raise ConfigError(f"recipe {recipe!r}: unknown; there are {', '.join(RECIPES)}")
-        run = RECIPES[recipe]()
-    if resume is not None:
-        if out is not None:
-            raise ConfigError(f"out={out}: a resumed run stays where it is, in {resume}; leave --out away")
-        directory.refuse_unused(Path(resume), "resume")
-        run = replace(toml.load(Path(resume) / directory.CONFIG, run), out=Path(resume))
-        if _value_of(arguments, "--task") is None and not {"--trust-task", "--trust_task"} & {*arguments}:
-            refuse_untrusted(run.task, Path(resume), "resume")
-    if config is not None:
-        run = toml.load(Path(config), run)
-    return run
-
-
-def _value_of(arguments: Sequence[str], flag: str) -> str | None:
-    """The last one counts, as everywhere on the command line."""
-    found = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
-        if argument == flag:
-            found = following
-        elif argument.startswith(f"{flag}="):
-            found = argument.partition("=")[2]
-    return found

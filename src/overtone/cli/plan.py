@@ -1,57 +1,81 @@
-"""What a method will do with a model's tensors, before anything runs: which are compressed, which travel densely, and
-the bytes of a round. The policy itself is the codec's; here it is put into words."""
+"""`overtone plan` and `overtone train --dry-run`: how a method treats the tensors of a model, before anything runs.
+
+Which tensors are compressed, which travel densely, the bytes of a round, the memory of a replica. The codec decides;
+this module asks it and prints the answer.
+"""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from rich.console import Group
 from rich.table import Table
 
+from overtone.cli.console import out
 from overtone.codec import Payload, TopK
 from overtone.coding.chunks import Slab
+from overtone.common import limits
 from overtone.common.limits import human_bytes
+from overtone.errors import ConfigError
 from overtone.exchange.message import HEADER_BYTES, Seal
 from overtone.ledger import Count
-from overtone.methods import METHODS, Method, method_named
-from overtone.runs.config import Run
+from overtone.methods import METHODS, Method, method_named, takes
+from overtone.runs.config import MethodChoice, Run
 from overtone.runs.optimizers import INNER_STATES
 from overtone.tasks import TaskOptions, load_task
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Print how each tensor of a model travels, and the bytes of a round."""
+
+    choice: MethodChoice = field(default_factory=MethodChoice)
+    task: TaskOptions = field(default_factory=TaskOptions)
+    replicas: int = 4
+    """Replicas that exchange (papers: K)."""
+
+    def __post_init__(self) -> None:
+        limits.check(self, {"replicas": limits.REPLICAS}, ConfigError)
+
+
+def run_plan(flags: Plan) -> None:
+    """Print the plan."""
+    out.print(describe(flags.choice.build(), shapes_of(flags.task), flags.replicas))
+
+
 def describe(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> Group:
-    """One line per tensor, then the whole message."""
+    """A table with one line per tensor, and a paragraph on the whole message."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("tensor", "shape", "travels", "bytes"):
         shown.add_column(column, justify="right" if column == "bytes" else "left")
     for name, shape in shapes.items():
         travels, size = how(method, shape)
         shown.add_row(name, "x".join(map(str, shape)) or "scalar", travels, human_bytes(round(size)))
-    return Group(shown, "", _sum(method, shapes, replicas))
+    return Group(shown, "", _in_all(method, shapes, replicas))
 
 
 def shapes_of(options: TaskOptions) -> dict[str, tuple[int, ...]]:
-    """The exchanged tensors of a task's model, built on no device and without its data."""
+    """The shapes of the exchanged tensors of a task's model, built without memory for its weights and without data."""
     with torch.device("meta"):
         model = load_task(replace(options, data="none"), to_train=False).model()
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def dry_run(config: Run) -> Group:
-    """What a run would cost: parameters, bytes per round of each method, memory of each replica."""
+    """The cost of a run: parameters, bytes per round of each method, memory of each replica."""
     shapes = shapes_of(config.task)
     parameters = sum(map(math.prod, shapes.values()))
     world = config.replicas
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("method", "every", "message", "sent a round", "sent in all", "memory"):
         shown.add_column(column, justify="left" if column == "method" else "right")
-    for name, row in METHODS.items():
-        numbers = {"every": config.choice.every} if config.choice.every and takes(row, "every") else {}
-        method = config.choice.build() if name == config.choice.method else method_named(name, **numbers)
+    every = {key: value for key, value in config.choice.options().items() if key == "every"}
+    for name in METHODS:
+        options = every if "every" in takes(name) else {}
+        method = config.choice.build() if name == config.choice.method else method_named(name, **options)
         message, sent = round_bytes(method, shapes, world)
         rounds = config.training.steps // method.every if method.every else 0
         shown.add_row(
@@ -67,18 +91,14 @@ def dry_run(config: Run) -> Group:
         f"{config.task.task}, {config.task.model or 'the default model'}: {parameters:,} parameters, {world} replicas, "
         f"{training.steps:,} steps of {training.samples:,} samples each",
         shown,
-        "[dim]sent: by one replica, in about the least bytes possible; in all: without the last messages.\n"
-        "memory: of one replica for weights, gradients, inner optimiser and exchange, in fp32; activations come on\n"
-        "top, and a copy of all but the gradients in main memory for checkpoints.[/dim]",
+        "[dim]sent: bytes of one replica, about the least possible; in all: without the last messages.\n"
+        "memory: of one replica for weights, gradients, inner optimizer and exchange, in fp32. Activations are not\n"
+        "counted, nor the copy of all but the gradients in main memory from which checkpoints are written.[/dim]",
     )
 
 
-def takes(row: Callable[..., Method], number: str) -> bool:
-    return number in inspect.signature(row).parameters
-
-
 def memory(method: Method, shapes: Mapping[str, tuple[int, ...]], inner: str) -> int:
-    """Bytes that a replica's state takes: counted on tensors without content, as the replica itself would make them."""
+    """The bytes of a replica's state, counted on tensors without content that are made as the replica makes them."""
     weights = sum(map(math.prod, shapes.values()))
     layout = method.codec.layout([torch.Size(shape) for shape in shapes.values()])
     with torch.device("meta"):
@@ -91,7 +111,7 @@ def memory(method: Method, shapes: Mapping[str, tuple[int, ...]], inner: str) ->
 
 
 def how(method: Method, shape: tuple[int, ...]) -> tuple[str, float]:
-    """How a tensor travels, in words, and about how many bytes it takes in one message."""
+    """How a tensor travels, in words, and about how many bytes of a message it takes."""
     size = math.prod(shape)
     if method.every is None:
         return "never", 0.0
@@ -110,14 +130,14 @@ def how(method: Method, shape: tuple[int, ...]) -> tuple[str, float]:
 
 
 def bits_of(codec: TopK, slab: Slab) -> float:
-    """The least a slab can take: log2 C(a, k) for positions, k · bits for values, 16 for each scale. Messages are
-    within 6 % of it while less than half of a chunk is kept: tests/test_codec.py."""
+    """The least number of bits for a slab: log2 C(a, k) for positions, k · bits for values, 16 for each scale. Messages
+    are within 6 % of it if less than half of a chunk is kept: tests/test_codec.py."""
     k, width = codec.kept(slab), codec.width(slab)
     return slab.chunks * (math.log2(math.comb(slab.area, k)) + k * width + (16 if width < 16 else 0))
 
 
 def round_bytes(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> tuple[int, int]:
-    """About how long a message is, and how much a replica sends in a round."""
+    """The approximate bytes of a message, and the bytes that a replica sends in a round."""
     if method.every is None:
         return 0, 0
     payload = sum(how(method, shape)[1] for shape in shapes.values())
@@ -130,7 +150,7 @@ def round_bytes(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas:
     return message, count.sent
 
 
-def _sum(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> str:
+def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> str:
     parameters = sum(map(math.prod, shapes.values()))
     if method.every is None:
         return f"{method.name}: {parameters / 1e6:.2f} M parameters, nothing is ever sent."
@@ -141,8 +161,8 @@ def _sum(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -
         codec = method.codec
         dense = (
             f"\nThe strongest coefficients of each chunk travel at {codec.bits} bit{'s' if codec.bits > 1 else ''}; "
-            f"densely travel tensors of one axis and those of fewer than {codec.plain_below} values. Sizes are the "
-            "least possible: real messages are within 6 % of it if at most half is kept; outliers add to it."
+            f"tensors of one axis and those of fewer than {codec.plain_below} values travel densely. Sizes are the "
+            "least possible: real messages are within 6 % of them if at most half is kept, and outliers add to them."
         )
     return (
         f"{method.name}: {parameters / 1e6:.2f} M parameters, {human_bytes(message)} per message, every "

@@ -1,1 +1,1 @@
-"""What every room of the workshop uses: limits of numbers, errors of the machine."""
+"""What tasks, runs, reports and commands share: limits of numbers, errors of the machine."""

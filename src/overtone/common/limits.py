@@ -1,7 +1,7 @@
-"""What a number may be: told where it is read, before anything is done with it.
+"""Limits of the numbers in a configuration. A number beyond its limit is refused where it is read.
 
-Limits are generous: they keep out what cannot be meant (a million threads) and what torch would only trip over later
-(a learning rate of 1e300), and nothing that somebody may need.
+Limits are generous. They refuse a number that nobody can mean (a million threads) and a number that would fail only
+later, inside torch (a learning rate of 1e300); they refuse nothing that somebody may need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overtone.exchange.message import MOST_REPLICAS
 
 @dataclass(frozen=True)
 class Limit:
-    """From ``low`` to ``high``; ``above`` leaves ``low`` itself out, ``endless`` takes infinity too."""
+    """From ``low`` to ``high``; ``above`` excludes ``low`` itself, ``endless`` includes infinity."""
 
     what: str
     low: float
@@ -28,6 +28,7 @@ class Limit:
     endless: bool = False
 
     def takes(self, value: float) -> bool:
+        """True if the value is within the limit."""
         inside = self.low < value if self.above else self.low <= value  # never true of a NaN
         return inside and (value <= self.high or (self.endless and value == math.inf))
 
@@ -41,7 +42,7 @@ def _number(value: float) -> str:
 
 
 def check(settings: object, limits: Mapping[str, Limit], error: type[OvertoneError]) -> None:
-    """Refuse a number of ``settings`` that is beyond its limit. None is a number that was left to its default."""
+    """Refuse a field of ``settings`` that is beyond its limit. None stands for a default, and is not checked."""
     for name, limit in limits.items():
         value = getattr(settings, name)
         if value is not None and not limit.takes(value):
@@ -49,12 +50,12 @@ def check(settings: object, limits: Mapping[str, Limit], error: type[OvertoneErr
 
 
 def shown(value: object) -> str:
-    """A number of a thousand digits is not read by anybody."""
+    """The value in a message. Of a number of a thousand digits the first twenty are enough."""
     return f"{str(value)[:20]}…" if isinstance(value, int) and abs(value) > 10**40 else str(value)
 
 
 def memory() -> int:
-    """Bytes of this machine, or of the container this process is in."""
+    """Bytes of main memory that this machine has, or the container in which this process runs."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no such file, or "max"
         there = min(there, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -62,14 +63,14 @@ def memory() -> int:
 
 
 def refuse_beyond_memory(size: int, what: str, way_out: str, error: type[OvertoneError]) -> None:
-    """Refuse what cannot fit into this machine's memory: the kernel would end the process without a word."""
+    """Refuse data that cannot fit into this machine's memory: the kernel would kill the process without a message."""
     there = memory()
     if size > there:
         raise error(f"{what}: takes {human_bytes(size)}, and this machine has {human_bytes(there)}; {way_out}")
 
 
 def human_bytes(count: float) -> str:
-    """Three digits and a unit."""
+    """The number of bytes with three digits and a unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -77,11 +78,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-COUNT = 10**12  # the most of anything that is only counted: steps, samples
+COUNT = 10**12  # the largest number of anything that is only counted: steps, samples
 SIZES = {  # of a transformer
     "width": Limit("the width of the transformer", 1, 1 << 16),
-    "layers": Limit("its layers", 1, 4096),
-    "heads": Limit("its heads", 1, 1 << 16),
+    "layers": Limit("the layers of the transformer", 1, 4096),
+    "heads": Limit("the attention heads of a layer", 1, 1 << 16),
     "context": Limit("tokens of a window", 1, 1 << 24),
 }
 WRITING = {

@@ -1,6 +1,6 @@
-"""What the machine refuses (memory, disk, names of files) and what input makes Python stumble over, in one line.
+"""Errors of the machine in one line: no memory, no space on the disk, a name that the file system refuses.
 
-Everything else that is not an `OvertoneError` is a bug, ours or that of a user's own task, and shows its traceback.
+Any other error that is not an `OvertoneError` is a bug, in overtone or in a user's own task. It shows its traceback.
 """
 
 from __future__ import annotations
@@ -10,27 +10,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-import torch
-
 from overtone.errors import FileNameError, MachineError, OvertoneError
 
-TYPED = (errno.ENAMETOOLONG, errno.ELOOP)  # can only be the fault of a name that somebody gave
-NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "alloc_cpu")  # torch's words for it
-OWN_TASK = "overtone_task_"  # how modules of users' own tasks are called
+TYPED = (errno.ENAMETOOLONG, errno.ELOOP)  # only a name that somebody typed can cause these
+NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "alloc_cpu")  # parts of torch's messages
+OWN_TASK = "overtone_task_"  # how the names of modules with users' own tasks begin
 
 
 @contextmanager
 def in_words() -> Iterator[None]:
-    """Whatever the machine refuses inside becomes a `MachineError`."""
+    """Turn an error of the machine inside this context into a `MachineError`."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, OvertoneError) or (told := _told(error)) is None:
+        if isinstance(error, OvertoneError) or (told := _in_words(error)) is None:
             raise
         raise told from error
 
 
-def _told(error: Exception) -> MachineError | None:
+def _in_words(error: Exception) -> MachineError | None:
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     if _is_of_memory(error):
         return MachineError(f"out of memory ({first}); use a smaller model, batch or context, or fewer replicas")
@@ -46,13 +44,19 @@ def _told(error: Exception) -> MachineError | None:
 
 
 def _is_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    """True for Python's `MemoryError` and for torch's errors of the CPU and of a GPU, which are `RuntimeError`s.
+
+    torch's are recognized by name and message: this module must not import torch, since `overtone --help` imports it.
+    """
+    if isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in NO_MEMORY)
+    )
 
 
 def _is_of_own_task(trace: TracebackType | None) -> bool:
-    """It went through a task of the user's own, who needs the traceback to mend it."""
+    """True if the error passed through a user's own task: the user needs the traceback to repair it."""
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__")).startswith(OWN_TASK):
             return True

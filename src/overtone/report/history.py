@@ -92,8 +92,8 @@ class History:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration, by the names of flags."""
-        return self.start["config"]
+        """The configuration, by the names of flags; they are the present names, also of an earlier version's log."""
+        return toml.with_new_names(self.start["config"], str(self.path))
 
     @property
     def method(self) -> str:

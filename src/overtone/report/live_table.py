@@ -1,4 +1,4 @@
-"""A comparison while it runs: a live table on a terminal, a line for each finished run elsewhere."""
+"""The progress of a comparison: a live table on a terminal, else a line for each run that has ended."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from overtone.common.limits import human_bytes
-from overtone.report.compare import Cell, Progress
+from overtone.report.compare import Progress
+from overtone.report.comparison import Cell
 
 ENDED = ("done", "kept", "stopped", "failed")
 
 
 class LiveTable:
+    """Shows the progress of all cells whenever it is called."""
+
     def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
         self.console = console
         self.cells = {cell.folder: cell for cell in cells}
-        self._told: set[Path] = set()
+        self._printed: set[Path] = set()
         self._begun = time.monotonic()
         self._live = Live(console=console, refresh_per_second=4, auto_refresh=False)
 
@@ -41,8 +44,8 @@ class LiveTable:
             self._live.update(self._table(states), refresh=True)
             return
         for name, state in states.items():
-            if state.state in ENDED and name not in self._told:
-                self._told.add(name)
+            if state.state in ENDED and name not in self._printed:
+                self._printed.add(name)
                 self.console.print(
                     f"{name.name}: {' '.join(self._cells(name, state)[2:])}", highlight=False, markup=False
                 )
@@ -68,18 +71,18 @@ class LiveTable:
             f"{state.step}/{cell.steps}" if state.state != "waiting" else "",
             "" if state.loss is None else f"{state.loss:.3f}",
             human_bytes(state.bytes) if state.state != "waiting" else "",
-            state.words if state.state in ("stopped", "failed") else "",
+            state.reason if state.state in ("stopped", "failed") else "",
         ]
 
     def _visible(self, states: Mapping[Path, Progress]) -> list[Path]:
-        """What fits the screen: all that run, around them the latest that ended and the next to come."""
-        room = max(5, self.console.height - 4)
+        """The rows that fit the screen: the running cells, before them the latest that ended, after them the next."""
+        most = max(5, self.console.height - 4)
         names = list(states)
-        if len(names) <= room:
+        if len(names) <= most:
             return names
         busy = [i for i, name in enumerate(names) if states[name].state == "running"] or [len(names) - 1]
-        begin = max(0, min(busy[0] - room // 2, len(names) - room))
-        return names[begin : begin + room]
+        begin = max(0, min(busy[0] - most // 2, len(names) - most))
+        return names[begin : begin + most]
 
     def _caption(self, states: Mapping[Path, Progress]) -> str:
         ended = sum(state.state in ENDED for state in states.values())

@@ -1,4 +1,4 @@
-"""The inner optimisers that a run can choose, and how their learning rate moves."""
+"""The inner optimizers that a run can choose, and the schedule of their learning rate."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from overtone.runs.config import Training
 
 
 def build(model: nn.Module, training: Training) -> torch.optim.Optimizer:
+    """The inner optimizer of the configuration, for the trainable parameters of the model."""
     return INNER[training.inner](model, training)
 
 
@@ -33,10 +34,12 @@ def _sgd(model: nn.Module, training: Training) -> torch.optim.Optimizer:
 
 
 def _muon(model: nn.Module, training: Training) -> torch.optim.Optimizer:
-    """Muon for the matrices, AdamW for all else, among it embeddings and a language model's output, as its authors
-    advise. The step is scaled to AdamW's usual size, so that one learning rate serves both."""
+    """Muon for the matrices; AdamW for everything else, embeddings and the output layer of a language model included,
+    as Muon's authors advise. Muon's step is scaled to the usual size of AdamW's: one learning rate serves both."""
     if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(f"inner=muon: torch {torch.__version__} has none; 2.9 and later do")
+        raise ConfigError(
+            f"inner=muon: torch {torch.__version__} has no Muon; use torch 2.9 or later, or --inner adamw"
+        )
     ends = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
@@ -49,7 +52,7 @@ def _muon(model: nn.Module, training: Training) -> torch.optim.Optimizer:
     muon = torch.optim.Muon(
         matrices, lr=training.inner_lr, weight_decay=training.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    return Together(muon, _adamw_of(others, training)) if others else muon
+    return CombinedOptimizer(muon, _adamw_of(others, training)) if others else muon
 
 
 INNER: dict[str, Callable[[nn.Module, Training], torch.optim.Optimizer]] = {
@@ -57,11 +60,12 @@ INNER: dict[str, Callable[[nn.Module, Training], torch.optim.Optimizer]] = {
 }  # fmt: skip
 
 
-INNER_STATES = {"adamw": 2, "sgd": 1, "muon": 1}  # vectors as long as the weights that each keeps, mostly
+# How many vectors of the weights' length each optimizer keeps. Muon keeps two for the parameters that AdamW trains.
+INNER_STATES = {"adamw": 2, "sgd": 1, "muon": 1}
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimisers, each with parameters of its own, as one."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers that act as one. Each has its own parameters."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -69,7 +73,7 @@ class Together(torch.optim.Optimizer):
         self._join()
 
     def _join(self) -> None:
-        # The very same groups: who sets a learning rate here sets it there.
+        # The same dictionaries as in the parts: a learning rate that is set here is set in the part.
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -88,7 +92,7 @@ class Together(torch.optim.Optimizer):
 
 
 class Schedule:
-    """The learning rate as a function of the step and nothing else: there is no state to lose."""
+    """The learning rate as a function of the step alone: there is no state to save."""
 
     def __init__(self, training: Training) -> None:
         self.warmup = training.resolved().warmup or 0
@@ -97,12 +101,13 @@ class Schedule:
         self.after = AFTER[training.schedule]
 
     def rate(self, step: int) -> float:
-        """For the step that follows ``step`` earlier ones: linear warm-up, then the chosen shape."""
+        """The learning rate of the step that follows ``step`` earlier ones: linear warm-up, then the chosen shape."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         return self.peak * self.after(min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup)))
 
     def set(self, inner: torch.optim.Optimizer, step: int) -> None:
+        """Set the learning rate of all parameter groups for the step that follows ``step`` earlier ones."""
         for group in inner.param_groups:
             group["lr"] = self.rate(step)
 
@@ -115,4 +120,5 @@ def _wsd(done: float) -> float:
     return min(1.0, 5 * (1 - done))
 
 
+# The shapes after the warm-up: from the share of the steps that is done to a share of the peak learning rate.
 AFTER: dict[str, Callable[[float], float]] = {"cosine": _cosine, "wsd": _wsd, "constant": lambda _: 1.0}

@@ -1,10 +1,10 @@
-"""Named configurations: `overtone train --recipe NAME`, every number of which a flag may change.
+"""Named configurations: `overtone train --recipe NAME`. A flag may change each of their values.
 
-The two of the paper (arXiv 2510.03371) have the numbers of its text and of its authors' code: chunks of 64, 32
-coefficients of each, a round every 128 steps, outer learning rate 0.7, decay 0.9, inner AdamW at 4e-4 with weight
-decay 0.1, clipping at 1, 500 steps of warm-up, 512 samples a step in all, C4 at 1024 tokens and ImageNet at 224 pixels.
-They need GPUs and the data; `--dry-run` shows what they cost. The size of the models and the number of replicas are our
-choice: the paper leaves them open. The miniatures run on two CPU cores.
+The two recipes of the paper (arXiv 2510.03371) follow its text and its authors' code: chunks of 64, 32 coefficients of
+each, a round every 128 steps, outer learning rate 0.7, decay 0.9, inner AdamW at 4e-4 with weight decay 0.1, clipping
+at 1, 500 steps of warm-up, 512 samples a step in all, C4 at 1024 tokens and ImageNet at 224 pixels. They need GPUs and
+the data; `--dry-run` shows their cost. The paper leaves the size of the models and the number of replicas open: these
+are our choice. The miniatures run on two CPU cores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from overtone.runs.config import Comparison, MethodChoice, Run, Training
+from overtone.runs.config import MethodChoice, Run, Training
 from overtone.tasks.options import Image, Language, TaskOptions
 
 PAPER = Training(
@@ -21,6 +21,7 @@ PAPER = Training(
 
 
 def paper_language() -> Run:
+    """The paper's first experiment: GPT-NeoX of 160 M parameters on C4."""
     return Run(
         choice=MethodChoice("published", every=128),
         replicas=4,
@@ -36,6 +37,7 @@ def paper_language() -> Run:
 
 
 def paper_image() -> Run:
+    """The paper's second experiment: ResNet-50 on ImageNet."""
     return Run(
         choice=MethodChoice("published", every=128),
         replicas=4,
@@ -51,7 +53,7 @@ def paper_image() -> Run:
 
 
 def mini_language() -> Run:
-    """The paper's first set-up for two CPU cores: GPT-NeoX on the standard library's sources."""
+    """The first experiment in miniature, for two CPU cores: GPT-NeoX on the standard library's sources."""
     return Run(
         choice=MethodChoice("decoupled", every=10),
         replicas=2,
@@ -61,21 +63,12 @@ def mini_language() -> Run:
 
 
 def mini_image() -> Run:
-    """The paper's second set-up for two CPU cores: a small ResNet on handwritten digits."""
+    """The second experiment in miniature, for two CPU cores: a small ResNet on handwritten digits."""
     return Run(
         choice=MethodChoice("decoupled", every=10),
         replicas=2,
         task=TaskOptions(task="image", model="resnet-tiny", image=Image(stem="small", crop=1)),
         training=Training(steps=200, batch=32, inner_lr=2e-3),
-    )
-
-
-def demo(steps: int) -> Comparison:
-    """What `overtone demo` compares."""
-    return Comparison(
-        task=TaskOptions(language=Language(width=64, layers=2, heads=4)),
-        training=Training(steps=steps, batch=8),
-        title="overtone: five methods, one small task",
     )
 
 

@@ -1,6 +1,6 @@
 """Configuration in files: TOML into dataclasses and back.
 
-A key is a flag's name. Keys may stand at the top, or under the table of the group they belong to, as `toml` has them.
+A key is the name of a flag. It stands at the top of the file or in the table of its group; `toml` writes tables.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from overtone.runs.config import Run
 
 T = TypeVar("T")
 
-RETIRED = ("port",)  # keys that earlier versions wrote and nothing needs any more
-TOLD = "OVERTONE_CONFIG"  # where a launcher leaves the whole configuration for its replicas
+RETIRED = ("port",)  # keys that earlier versions wrote and this version ignores
+RENAMED = {"outer_lr": "lr"}  # former names of keys and flags: files, flags and run logs may still use them
+INHERITED = "OVERTONE_CONFIG"  # the variable in which a launcher hands the whole configuration to its replicas
 
 
 def load(path: Path, base: T) -> T:
-    """``base`` with what the file says."""
+    """``base`` with the values of the file."""
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"config {path}: not a file; give a TOML file")
@@ -41,7 +42,7 @@ def load(path: Path, base: T) -> T:
 
 
 def parsed(text: str, where: str) -> dict[str, Any]:
-    """TOML as a dictionary, or a refusal, whatever the text."""
+    """The TOML text as a dictionary. A text that is not TOML is refused in one line."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -50,34 +51,46 @@ def parsed(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: not TOML: {error}") from error
 
 
-def told(base: T) -> T | None:
-    """``base`` with what the launcher said, if there is one."""
-    text = os.environ.get(TOLD)
+def inherited(base: T) -> T | None:
+    """``base`` with the values that a launcher handed to this process; None if no launcher did."""
+    text = os.environ.get(INHERITED)
     if text is None:
         return None
     try:
-        return updated(base, parsed(text, TOLD), TOLD)
+        return updated(base, parsed(text, INHERITED), INHERITED)
     except OvertoneError as error:
-        raise ConfigError(f"{error}. A launcher sets {TOLD} for its replicas; unset it to start a run") from error
+        raise ConfigError(f"{error}. A launcher sets {INHERITED} for its replicas; unset it to start a run") from error
 
 
 def updated(base: T, values: Mapping[str, Any], where: str) -> T:
-    """``base`` with these values; an unknown key, a misplaced one or a value of the wrong kind is refused."""
+    """``base`` with these values. An unknown key, a key in the wrong table or a value of the wrong type is refused."""
     places = dict(_places(base))
     tables = {table for table, *_ in places.values() if table}
-    for key, value in values.items():
+    for key, value in with_new_names(values, where).items():
         if isinstance(value, Mapping):
             if key not in tables:
                 raise ConfigError(f"{where}: table [{key}]: unknown{_nearest(key, tables)}; there are {_list(tables)}")
-            for inner, leaf in value.items():
+            for inner, leaf in with_new_names(value, f"{where}: [{key}]").items():
                 base = _put(base, places, inner, leaf, f"{where}: [{key}]", key)
         else:
             base = _put(base, places, key, value, where, None)
     return base
 
 
+def with_new_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The same values with the present name of every key that had another name in an earlier version."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        present = RENAMED.get(name, name)
+        if present in found:
+            raise ConfigError(f"{where}: {key}: given twice; {present} is enough")
+        found[present] = value
+    return found
+
+
 def toml(config: object) -> str:
-    """The whole configuration, one table per group; what is left to a default that only the program knows is absent."""
+    """The whole configuration as TOML, one table per group. Values that are None are left out."""
     top: list[str] = []
     tables: dict[str, list[str]] = {}
     for key, (table, path, _) in _places(config):
@@ -90,19 +103,19 @@ def toml(config: object) -> str:
 
 
 def _quoted(value: Any, key: str) -> str:
-    """JSON's form of a number, a truth or a text is TOML's too, but for the DEL sign."""
+    """The value as TOML. JSON writes numbers, booleans and texts in the same way, except for the character DEL."""
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     try:
         text.encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{key}={printable(str(value))}: not UTF-8, which a file of settings must be; rename it"
+            f"{key}={printable(str(value))}: not UTF-8, as a configuration file must be; rename it"
         ) from None
     return text
 
 
 def absolute(config: Run) -> Run:
-    """With every path that exists as seen from anywhere, for a file that outlives the current directory."""
+    """The same with absolute paths, so that the configuration can be read from any directory later."""
     found = {
         key: str(Path(value).resolve())
         for key, value in flat(config).items()
@@ -112,12 +125,12 @@ def absolute(config: Run) -> Run:
 
 
 def flat(config: object, *, leave_out: Container[str] = ()) -> dict[str, Any]:
-    """Every key and its value, fit for JSON."""
+    """Every key and its value, as JSON can hold them."""
     return {key: _plain(_value(config, path)) for key, (_, path, _) in _places(config) if key not in leave_out}
 
 
 def flags(config: object, base: object) -> list[str]:
-    """The command line that says what ``config`` has and ``base`` has not."""
+    """The flags that make ``config`` out of ``base``."""
     before, words = flat(base), []
     for key, value in flat(config).items():
         name = key.replace("_", "-")
@@ -142,11 +155,11 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-Place = tuple[str, tuple[str, ...], Any]  # table, path of attributes, type
+Place = tuple[str, tuple[str, ...], Any]  # where a key belongs: its table, the path of attributes to it, its type
 
 
 def _places(config: object, table: str = "", path: tuple[str, ...] = ()) -> Iterator[tuple[str, Place]]:
-    """Every key of a dataclass and those below it."""
+    """Every key of a dataclass and of the dataclasses in its fields."""
     hints = get_type_hints(type(config))
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, f.name)
@@ -157,12 +170,11 @@ def _places(config: object, table: str = "", path: tuple[str, ...] = ()) -> Iter
 
 
 def _put(base: T, places: Mapping[str, Place], key: str, value: Any, where: str, table: str | None) -> T:
-    name = key.replace("-", "_")
-    if name in RETIRED:
+    if key in RETIRED:
         return base
-    if name not in places:
-        raise ConfigError(f"{where}: {key}: unknown{_nearest(name, places)}")
-    home, path, hint = places[name]
+    if key not in places:
+        raise ConfigError(f"{where}: {key}: unknown{_nearest(key, places)}")
+    home, path, hint = places[key]
     if table is not None and home != table:
         raise ConfigError(f"{where}: {key}: belongs {f'to [{home}]' if home else 'to the top, above all tables'}")
     return _replaced(base, path, _converted(value, hint, f"{where}: {key}"))
@@ -175,13 +187,15 @@ def _replaced(base: T, path: tuple[str, ...], value: Any) -> T:
 
 
 def _converted(value: Any, hint: Any, what: str) -> Any:
-    """The value as the field's type has it, or a refusal."""
+    """The value in the type of its field. A value of another type is refused."""
     kinds = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     for kind in kinds:
         if get_origin(kind) is Literal and value in get_args(kind):
             return value
         if isinstance(value, str) and kind in (str, Path) and "\0" in value:
-            raise ConfigError(f"{what} = {json.dumps(value)}: holds a NUL, which no name of a file may; leave it out")
+            raise ConfigError(
+                f"{what} = {json.dumps(value)}: holds a NUL character, which no file name may; leave it out"
+            )
         if kind is Path and isinstance(value, str):
             if not value:
                 raise ConfigError(f'{what} = "": empty; give a path, or leave it out')
