@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SECONDS = 15  # a command line that takes longer hangs
+SECONDS = 300  # only there to end a hang, on however busy a machine
 MODULES = ("commands", "export", "launch", "session", "simulation", "tasks.image", "tasks.language", "bench.codec")
 
 

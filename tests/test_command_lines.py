@@ -293,7 +293,7 @@ def test_started_as_a_user_does(asked: Line, place: Path) -> None:
         [sys.executable, "-m", "overtone", *asked.words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=place,
         env={**surroundings(), **dict(asked.env)},
     )

@@ -37,7 +37,7 @@ def train(hosts: list[Path], *arguments: str) -> list[tuple[int, str]]:
         command += [argument.replace("@", str(number)) for argument in arguments]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         started.append(subprocess.Popen(command, cwd=host, env=env, stderr=subprocess.PIPE, text=True))
-    return [(process.returncode, said) for process in started for said in [process.communicate(timeout=120)[1]]]
+    return [(process.returncode, said) for process in started for said in [process.communicate(timeout=300)[1]]]
 
 
 def test_a_run_over_two_hosts_is_resumed_and_exported(hosts: list[Path], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ RUN = ["--replicas", "2", "--steps", "60", "--every", "10"]
 def overtone(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "overtone", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
 def test_a_run_directory_does_not_decide_what_code_runs(tmp_path: Path) -> None:

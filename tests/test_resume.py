@@ -300,7 +300,7 @@ def test_without_its_launcher_no_replica_lives_on(trial: Trial, unbroken: Trial)
     moment = before("tasks.language:LanguageTask.loss", rank=1, count=5, until=saved(3), does="kill launcher")
     with running(cold.start(moment=moment)) as live:
         wait_until(cold.note.exists, "the moment")
-        assert live.end(patience=10).status == -signal.SIGKILL
+        assert live.end().status == -signal.SIGKILL
     assert_same(trial.finished(), unbroken)
 
 
@@ -309,7 +309,7 @@ def test_a_launcher_killed_while_replicas_still_load(trial: Trial) -> None:
     cold = trial.on(starter=Cold())
     with running(cold.start(moment=Moment("start", rank=1, does="kill launcher"))) as live:
         wait_until(cold.note.exists, "the moment")
-        assert live.end(patience=30).status == -signal.SIGKILL
+        assert live.end().status == -signal.SIGKILL
 
 
 def test_killed_in_the_middle_of_the_very_first_line_of_the_log(trial: Trial, unbroken: Trial) -> None:
@@ -414,7 +414,7 @@ def test_a_long_run_hears_of_a_signal_within_seconds(trial: Trial, tmp_path: Pat
     with running(long.start("--steps", "1000000", "--checkpoint-every", "400")) as live:
         wait_until(lambda: (long.folder / runlog.NAME).exists() and len(long.raw("train")) > 20, "some steps")
         os.kill(live.pid, signal.SIGTERM)
-        ended = live.end(patience=60)
+        ended = live.end()
     assert ended.status == 143
     step = long.newest().step
     assert f"SIGTERM: saved step {step}; overtone train --resume {long.folder} goes on" in ended.said

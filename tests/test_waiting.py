@@ -206,7 +206,7 @@ def test_a_second_signal_ends_everything_at_once(trial: Trial) -> None:
         os.kill(live.pid, signal.SIGTERM)
         wait_until(lambda: b"a second signal" in live.read(), "the launcher to pass the first on")
         os.kill(live.pid, signal.SIGTERM)
-        ended = live.end(patience=60)
+        ended = live.end()
     assert ended.status == 128 + signal.SIGTERM
     assert "ended at once by a second signal" in ended.said
     assert "Traceback" not in ended.said
@@ -228,7 +228,7 @@ def test_a_signal_while_replicas_start(number: signal.Signals, trial: Trial) -> 
     with running(trial.start()) as live:
         wait_until(lambda: len(children(live.pid)) == 3 and all(map(is_importing, children(live.pid))), "the replicas")
         os.kill(live.pid, number)
-        ended = live.end(patience=60)
+        ended = live.end()
     assert ended.status == 128 + number, ended
     assert "Traceback" not in ended.said
     assert "killed by" not in ended.said
@@ -238,7 +238,7 @@ def test_a_replica_that_is_ended_while_it_starts_ends_the_others(trial: Trial) -
     with running(trial.start()) as live:
         wait_until(lambda: len(children(live.pid)) == 3 and all(map(is_importing, children(live.pid))), "the replicas")
         os.kill(children(live.pid)[1], signal.SIGTERM)
-        ended = live.end(patience=60)
+        ended = live.end()
     assert ended.status == 128 + signal.SIGTERM, ended
     assert "Traceback" not in ended.said
 
@@ -250,7 +250,7 @@ def test_a_stop_sent_to_every_process_is_one_request(trial: Trial) -> None:
         wait_until(lambda: (long.folder / runlog.NAME).exists() and len(long.raw("train")) > 20, "some steps")
         for pid in (live.pid, *children(live.pid)):
             os.kill(pid, signal.SIGTERM)
-        ended = live.end(patience=60)
+        ended = live.end()
     assert ended.status == 128 + signal.SIGTERM, ended
     assert f"SIGTERM: saved step {long.newest().step}" in ended.said
 
