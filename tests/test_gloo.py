@@ -36,7 +36,7 @@ def every_method() -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_simulator_equals_real_processes(size: int, tmp_path: Path) -> None:
-    real = worlds.run(every_method, size=size, folder=tmp_path)
+    real = worlds.run(every_method, size=size, folder=tmp_path, cold=size == 2)
     for result in real:
         assert "error" not in result, result.get("trace")
     for name, method in METHODS.items():
