@@ -1,11 +1,13 @@
 """Command lines of `overtone`, each in a fork of one process that has imported everything: a tenth of a second each.
 
-For command lines that end before anything is started; tests/kill/warm.py is for whole runs. A fork ends without taking
-its libraries apart, which would take most of the time.
+For command lines that end before anything is started, or compute in one process; tests/kill/warm.py is for whole runs.
+A fork ends without taking its libraries apart, which would take most of the time.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import json
 import os
@@ -42,6 +44,20 @@ class Forks:
 
     def close(self) -> None:
         self.process.communicate()
+
+
+@functools.cache
+def shared() -> Forks:
+    """One server for all tests of this process."""
+    server = Forks({**os.environ, "OMP_NUM_THREADS": "1"})
+    atexit.register(server.close)
+    return server
+
+
+def overtone(*words: object, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`overtone words…`, as `subprocess.run` would tell of it."""
+    args = [str(word) for word in words]
+    return subprocess.CompletedProcess(args, *shared().run(args, env or {}, Path.cwd()))
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +99,7 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
 if __name__ == "__main__":
     for module in MODULES:
         importlib.import_module(f"overtone.{module}")
+    importlib.import_module("torch._dynamo")  # every optimiser loads it
     importlib.import_module("overtone.arguments").parse(["simulate"])  # what is built once is built here
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

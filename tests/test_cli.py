@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import overtone
+from forked import overtone as overtone_cli
 from overtone import commands
 from overtone.config import MethodChoice, Simulation, Training
 from overtone.files import write_whole
@@ -23,7 +24,8 @@ KEYS = {
 }  # fmt: skip
 
 
-def overtone_cli(*args: str) -> subprocess.CompletedProcess[str]:
+def cold(*args: str) -> subprocess.CompletedProcess[str]:
+    """As a user does; most tests here are content with a fork (tests/forked.py)."""
     return subprocess.run(
         [sys.executable, "-c", "from overtone.cli import main; main()", *args],
         capture_output=True,
@@ -52,7 +54,7 @@ def simulate(text: Path, tmp_path: Path, choice: MethodChoice, **options: Any) -
 def test_same_seed_same_file(text: Path, tmp_path: Path) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file in files:
-        done = overtone_cli("simulate", "--data", str(text), "--every", "5", "--seed", "3", "--json", str(file), *TINY)
+        done = cold("simulate", "--data", str(text), "--every", "5", "--seed", "3", "--json", str(file), *TINY)
         assert done.returncode == 0, done.stderr
         assert "decoupled: loss" in done.stdout
     a, b = (file.read_text().splitlines() for file in files)
@@ -129,7 +131,7 @@ def test_mistakes_get_one_clear_line(flags: list[str], told: str, capsys: pytest
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest() -> None:
-    done = overtone_cli("simulate", "--stepz", "3")
+    done = cold("simulate", "--stepz", "3")
     assert done.returncode == 2
     assert "--steps" in done.stderr + done.stdout
 

@@ -1,6 +1,6 @@
 """What is typed wrong ends in one line, two at most, and status 2: rules times values, and the odd ones.
 
-The command lines run in forks of one process that has imported everything (tests/forked.py); a dozen are started cold,
+The command lines run in forks of one process that has imported everything (tests/forked.py); a few are started cold,
 as a user does.
 """
 
@@ -287,7 +287,7 @@ def test_there_are_enough_of_them() -> None:
     assert len({tuple(param.values[0].words) for param in NUMBERS}) == len(NUMBERS)
 
 
-@pytest.mark.parametrize("asked", [pytest.param(one, id=" ".join(one.words)[:40]) for one in ODD[2::10]])
+@pytest.mark.parametrize("asked", [pytest.param(one, id=" ".join(one.words)[:40]) for one in ODD[2::30]])
 def test_started_as_a_user_does(asked: Line, place: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "overtone", *asked.words],

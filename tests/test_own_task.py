@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,17 +10,12 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("tyro")
 
+from forked import overtone
 from overtone import runlog
 from overtone.tasks import TaskError, TaskOptions, load_task
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_task.py"
 RUN = ["--replicas", "2", "--steps", "60", "--every", "10"]
-
-
-def overtone(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "overtone", *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
 def test_a_run_directory_does_not_decide_what_code_runs(tmp_path: Path) -> None:
