@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import select
@@ -190,6 +192,14 @@ class Warm:
     def close(self) -> None:
         self.channel.close()
         self.process.wait(PATIENCE)
+
+
+@functools.cache
+def warm_starter() -> Warm:
+    """One for all tests of this process."""
+    starter = Warm()
+    atexit.register(starter.close)
+    return starter
 
 
 def surroundings() -> dict[str, str]:

@@ -10,7 +10,6 @@ import pickle
 import random
 import shutil
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +28,20 @@ from hypothesis import strategies as st
 
 from overtone import checkpoint, marks, runlog
 from overtone.tasks.deal import Dealt, Deck
-from running import Cold, Moment, Torchrun, Trial, Warm, after, assert_equal, assert_same, before, running, wait_until
+from running import (
+    Cold,
+    Moment,
+    Torchrun,
+    Trial,
+    Warm,
+    after,
+    assert_equal,
+    assert_same,
+    before,
+    running,
+    wait_until,
+    warm_starter,
+)
 
 STEPS, EVERY, SAVE, VALIDATE = 24, 4, 3, 5  # checkpoints fall inside rounds, validations beside both
 TINY = ("--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--valid-samples", "8", "--batch", "2")
@@ -38,10 +50,8 @@ SAVE_FILE = "safetensors.torch:save_file"
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Warm]:
-    starter = Warm()
-    yield starter
-    starter.close()
+def warm() -> Warm:
+    return warm_starter()
 
 
 @pytest.fixture(scope="session")

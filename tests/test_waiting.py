@@ -11,8 +11,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -25,12 +27,12 @@ from overtone.errors import MethodError, PeerError
 from overtone.launch import ReplicaError
 from overtone.transport import Torch
 from overtone.watchdog import LEAST, ROUNDS, SLOWEST, Watchdog
-from running import SUPPORT, Cold, Moment, Trial, before, running, surroundings, wait_until
+from running import SUPPORT, Cold, Moment, Trial, before, running, surroundings, wait_until, warm_starter
 from scenario import METHODS, backward, batches, build
 
 FROZEN = 1
-PATIENT = 8.0  # seconds, where all have been together a moment ago
-PATIENT_AT_START = "20"  # seconds, where processes have yet to import everything
+PATIENT = 12.0  # seconds, where all have been together a moment ago
+PATIENT_AT_START = 20.0  # seconds, where processes have yet to import everything
 TINY = ("--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--valid-samples", "8", "--batch", "2")
 PACE = ("--steps", "24", "--every", "4", "--checkpoint-every", "3", "--eval-every", "5", "--log-every", "1")
 
@@ -83,18 +85,26 @@ def freezing(moment: str) -> dict[str, object]:
     return {"told": "nothing"}
 
 
-@pytest.mark.parametrize("moment", ["joining", "round", "sum", "verdict", "finish"])
-def test_a_frozen_peer_is_named_on_every_survivor(moment: str, tmp_path: Path) -> None:
-    first, frozen, last = worlds.run(freezing, moment, size=3, folder=tmp_path)
-    assert frozen == {"died": -signal.SIGKILL}  # by this test, when the others had ended
-    for survivor in (first, last):
-        assert "value" in survivor, survivor
-        told = survivor["value"]["told"]
-        assert "rank 1 did not answer for" in told, told
-        assert "rank 0 did not" not in told
-        assert "rank 2 did not" not in told
-        assert "no weight was touched" in told
-        assert survivor["value"]["same"]
+def test_a_frozen_peer_is_named_on_every_survivor(tmp_path: Path) -> None:
+    """Five worlds at once: they do nothing but wait."""
+    moments = ("joining", "round", "sum", "verdict", "finish")
+
+    def world(moment: str) -> list[dict[str, Any]]:
+        (tmp_path / moment).mkdir()
+        return worlds.run(freezing, moment, size=3, folder=tmp_path / moment)
+
+    with ThreadPoolExecutor(len(moments)) as pool:
+        found = dict(zip(moments, pool.map(world, moments), strict=True))
+    for moment, (first, frozen, last) in found.items():
+        assert frozen == {"died": -signal.SIGKILL}, moment  # by this test, when the others had ended
+        for survivor in (first, last):
+            assert "value" in survivor, (moment, survivor)
+            told = survivor["value"]["told"]
+            assert "rank 1 did not answer for" in told, (moment, told)
+            assert "rank 0 did not" not in told, moment
+            assert "rank 2 did not" not in told, moment
+            assert "no weight was touched" in told, moment
+            assert survivor["value"]["same"], moment
 
 
 def late(folder: str) -> dict[str, str]:
@@ -188,7 +198,9 @@ def trial(tmp_path: Path) -> Trial:
 )
 def test_a_frozen_replica_ends_the_run_with_the_true_cause(moment: Moment, trial: Trial) -> None:
     """The launcher kills it in the end, and does not call that the cause."""
-    ended = trial.stopped_at(moment, "--timeout", PATIENT_AT_START)
+    cold = moment.where == "start"
+    starter, patience = (Cold(), PATIENT_AT_START) if cold else (warm_starter(), PATIENT)
+    ended = trial.on(starter=starter).stopped_at(moment, "--timeout", str(patience))
     assert ended.status == 1, ended
     (line,) = [line for line in ended.said.splitlines() if line.startswith("overtone: ")]
     assert "rank 1 did not answer for" in line, line
@@ -199,7 +211,7 @@ def test_a_frozen_replica_ends_the_run_with_the_true_cause(moment: Moment, trial
 def test_a_second_signal_ends_everything_at_once(trial: Trial) -> None:
     """Also where the replicas wait for one that is frozen, and can neither save nor stop."""
     moment = before("replica:Replica._propose", rank=1, count=2, does="freeze")
-    with running(trial.start(moment=moment)) as live:
+    with running(trial.on(starter=warm_starter()).start(moment=moment)) as live:
         wait_until(trial.note.exists, "the replica to freeze")
         pids = [int(p) for p in Path(f"/proc/{live.pid}/task/{live.pid}/children").read_text().split()]
         assert len(pids) == 3
@@ -245,7 +257,7 @@ def test_a_replica_that_is_ended_while_it_starts_ends_the_others(trial: Trial) -
 
 def test_a_stop_sent_to_every_process_is_one_request(trial: Trial) -> None:
     """As a supervisor does that signals a whole group of processes: everything is saved, once."""
-    long = trial.on(flags=(*trial.flags, "--schedule", "constant", "--warmup", "0"))
+    long = trial.on(starter=warm_starter(), flags=(*trial.flags, "--schedule", "constant", "--warmup", "0"))
     with running(long.start("--steps", "1000000", "--checkpoint-every", "1000000")) as live:
         wait_until(lambda: (long.folder / runlog.NAME).exists() and len(long.raw("train")) > 20, "some steps")
         for pid in (live.pid, *children(live.pid)):
