@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import forked
 from overtone import compare, history, settings
 from overtone.arguments import parse
 from overtone.config import Comparison, ConfigError, Run, Simulation
@@ -33,11 +34,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def begin(out: Path, text: Path, *flags: str, methods: list[str] = METHODS, steps: int = 12) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "overtone", "compare", "--methods", *methods, "--data", str(text), *TINY]
-    command += ["--steps", str(steps), "--out", str(out), *flags]
-    # Runs that are asked to stop look more often than every five seconds.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(KILL), "OVERTONE_PULSE": "0"}
+# Runs that are asked to stop look more often than every five seconds.
+ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(KILL), "OVERTONE_PULSE": "0"}
+
+
+def words(out: Path, text: Path, *flags: str, methods: list[str] = METHODS, steps: int = 12) -> list[str]:
+    named = ["compare", "--methods", *methods, "--data", str(text), *TINY]
+    return [*named, "--steps", str(steps), "--out", str(out), *flags]
+
+
+def begin(*args: Any, **more: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "overtone", *words(*args, **more)]
+    env = {**os.environ, **ENV}
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a shell's background job ignores
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=heed
@@ -45,9 +53,8 @@ def begin(out: Path, text: Path, *flags: str, methods: list[str] = METHODS, step
 
 
 def run(out: Path, text: Path, *flags: str, **more: Any) -> tuple[int, str, str]:
-    process = begin(out, text, *flags, **more)
-    stdout, stderr = process.communicate(timeout=300)
-    return process.returncode, stdout, stderr
+    done = forked.overtone(*words(out, text, *flags, **more), env=ENV)
+    return done.returncode, done.stdout, done.stderr
 
 
 def logs(out: Path) -> dict[str, bytes]:
