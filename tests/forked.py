@@ -49,7 +49,9 @@ class Forks:
 @functools.cache
 def shared() -> Forks:
     """One server for all tests of this process."""
-    server = Forks({**os.environ, "OMP_NUM_THREADS": "1"})
+    from running import surroundings
+
+    server = Forks(surroundings())
     atexit.register(server.close)
     return server
 

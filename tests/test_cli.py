@@ -51,6 +51,7 @@ def simulate(text: Path, tmp_path: Path, choice: MethodChoice, **options: Any) -
     return result
 
 
+@pytest.mark.slow
 def test_same_seed_same_file(text: Path, tmp_path: Path) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file in files:
@@ -156,6 +157,7 @@ def test_flags_are_frozen() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_demo_shows_its_table(tmp_path: Path) -> None:
     done = overtone_cli("demo", "--steps", "20", "--out", str(tmp_path / "demo"))
     assert done.returncode == 0, done.stderr
@@ -189,6 +191,7 @@ def test_what_is_not_a_file_is_not_replaced_by_one(text: Path, tmp_path: Path) -
         write_whole(pipe, "words")
 
 
+@pytest.mark.slow
 def test_bench_codec(tmp_path: Path) -> None:
     file = tmp_path / "codec.json"
     small = ["--width", "64", "--layers", "1", "--words", "300", "--times", "1", "--json", str(file)]
@@ -201,6 +204,7 @@ def test_bench_codec(tmp_path: Path) -> None:
     assert "Peak extra memory" in done.stdout
 
 
+@pytest.mark.slow
 def test_bench_train(tmp_path: Path) -> None:
     """Two real processes; the figures are for benchmarks/results/train.md, where nobody disturbs."""
     file = tmp_path / "train.json"

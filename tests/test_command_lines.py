@@ -21,7 +21,7 @@ pytest.importorskip("rich")
 pytest.importorskip("tyro")
 
 import overtone
-from forked import Forks
+from forked import Forks, shared
 from overtone import commands, config
 from overtone.tasks import Image, Language, TaskOptions
 from running import surroundings
@@ -259,10 +259,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    served = Forks(surroundings())
-    yield served
-    served.close()
+def forks() -> Forks:
+    return shared()
 
 
 def check(asked: Line, status: int, out: str, said: str) -> None:
@@ -277,6 +275,7 @@ def check(asked: Line, status: int, out: str, said: str) -> None:
         assert words in said, (asked, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [*NUMBERS, *(pytest.param(one, id=f"odd {i}") for i, one in enumerate(ODD))])
 def test_one_line(asked: Line, forks: Forks, place: Path) -> None:
     check(asked, *forks.run(asked.words, dict(asked.env), place))
@@ -287,6 +286,7 @@ def test_there_are_enough_of_them() -> None:
     assert len({tuple(param.values[0].words) for param in NUMBERS}) == len(NUMBERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [pytest.param(one, id=" ".join(one.words)[:40]) for one in ODD[2::30]])
 def test_started_as_a_user_does(asked: Line, place: Path) -> None:
     done = subprocess.run(

@@ -69,6 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, st
     return out, stdout
 
 
+@pytest.mark.slow
 def test_the_table_and_the_files(made: tuple[Path, str]) -> None:
     out, shown = made
     for word in ("loss vs DiLoCo", "published, mean", "decoupled, keep 128, bits 1", "decoupled, keep 8, bits 2", "1x"):
@@ -79,6 +80,7 @@ def test_the_table_and_the_files(made: tuple[Path, str]) -> None:
     assert (out / "report.csv").read_text().count("\n") == len(METHODS) + 2  # a header, and published has two rows
 
 
+@pytest.mark.slow
 def test_a_cell_is_what_its_command_makes(made: tuple[Path, str]) -> None:
     """Same data order, same seed, same tokens as the simulation by itself, to the bit; and its log says which."""
     out, _ = made
@@ -95,6 +97,7 @@ def test_a_cell_is_what_its_command_makes(made: tuple[Path, str]) -> None:
         assert {**settings.flat(again.resolved()), "out": found.config["out"]} == found.config
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_kept_and_the_rest_is_made_again(
     made: tuple[Path, str], text: Path, tmp_path: Path
 ) -> None:
@@ -116,6 +119,7 @@ def _table(shown: str) -> list[str]:
     return [line for line in shown.splitlines() if not line.startswith("page:")]
 
 
+@pytest.mark.slow
 def test_interrupted_it_goes_on(text: Path, tmp_path: Path) -> None:
     out, methods = tmp_path / "out", ["diloco", "decoupled", "alone"]
     process = begin(out, text, "--workers", "1", methods=methods, steps=150)
@@ -138,6 +142,7 @@ def test_interrupted_it_goes_on(text: Path, tmp_path: Path) -> None:
     assert "loss vs DiLoCo" in stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "steps", "told"),
     [
@@ -158,6 +163,7 @@ def test_other_numbers_are_not_mixed_in(
     assert logs(made[0]) == before
 
 
+@pytest.mark.slow
 def test_real_replicas_save_before_they_stop_and_go_on(text: Path, tmp_path: Path) -> None:
     """Asked to end, the comparison asks its run to; the same command goes on from there, to the same end."""
     flags, more = ("--processes", "--replicas", "2", "--log-every", "1"), {"methods": ["decoupled"], "steps": 200}
@@ -186,6 +192,7 @@ def test_real_replicas_save_before_they_stop_and_go_on(text: Path, tmp_path: Pat
     assert resumed.finish["anchor_fingerprint"] == virtual["anchor_fingerprint"]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_marked_and_the_others_go_on(text: Path, tmp_path: Path) -> None:
     out, methods = tmp_path / "out", ["alone", "diloco", "decoupled:inner=sgd,inner_lr=1e6,clip=inf"]
     code, stdout, stderr = run(out, text, methods=methods)
@@ -197,6 +204,7 @@ def test_a_run_that_diverges_is_marked_and_the_others_go_on(text: Path, tmp_path
     assert _table(again) == _table(stdout)  # the same numbers would end there again: it is not tried a second time
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_start_is_named(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a few words")
     code, _, stderr = run(tmp_path / "out", tmp_path / "short.txt", methods=["alone", "decoupled"])
@@ -214,6 +222,7 @@ def test_data_that_is_not_there_is_told_once_before_any_run(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_real_processes_end_where_virtual_replicas_do(made: tuple[Path, str], text: Path, tmp_path: Path) -> None:
     out, methods = tmp_path / "out", ["published", "decoupled"]
     code, stdout, stderr = run(out, text, "--processes", methods=methods)

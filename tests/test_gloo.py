@@ -34,6 +34,7 @@ def every_method() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_simulator_equals_real_processes(size: int, tmp_path: Path) -> None:
     real = worlds.run(every_method, size=size, folder=tmp_path, cold=size == 2)
@@ -120,6 +121,7 @@ def broken_worlds() -> dict[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
     results = worlds.run(broken_worlds, size=3, folder=tmp_path)
     for rank, result in enumerate(results):
@@ -160,6 +162,7 @@ def longer_rounds() -> list[str]:
     return prints
 
 
+@pytest.mark.slow
 def test_anchors_stay_identical_for_a_hundred_rounds(tmp_path: Path) -> None:
     first, *others = worlds.run(longer_rounds, size=3, folder=tmp_path)
     assert "error" not in first, first.get("trace")
@@ -186,6 +189,7 @@ def doomed(method: overtone.Method) -> dict[str, Any]:
     return {"told": "nothing"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [overtone.decoupled(every=2), overtone.diloco(every=2)], ids=["gathered", "summed"])
 def test_a_killed_replica_is_noticed_by_all(method: overtone.Method, tmp_path: Path) -> None:
     *survivors, victim = worlds.run(doomed, method, size=3, folder=tmp_path)
@@ -210,6 +214,7 @@ def two_islands() -> dict[str, Any]:
     return {"rank": transport.rank, "size": transport.size, "fingerprint": replica.fingerprint}
 
 
+@pytest.mark.slow
 def test_a_group_of_some_ranks_is_a_world_of_its_own(tmp_path: Path) -> None:
     found = [result["value"] for result in worlds.run(two_islands, size=4, folder=tmp_path)]
     assert [(one["rank"], one["size"]) for one in found] == [(0, 2), (0, 2), (1, 2), (1, 2)]
@@ -263,6 +268,7 @@ def unlike_hosts() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_unlike_hosts_end_with_the_same_weights(tmp_path: Path) -> None:
     found = [result.get("value", result) for result in worlds.run(unlike_hosts, size=2, folder=tmp_path, last=UNLIKE)]
     assert "probe" in found[0], found[0]

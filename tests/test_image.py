@@ -502,6 +502,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_an_export_with_the_small_stem_loads_with_and_without_overtone(
     tmp_path: Path, trained: tuple[ImageTask, torch.nn.Module]
 ) -> None:

@@ -145,6 +145,7 @@ def run_ranks(namespaces: list[str], folder: Path) -> list[dict[str, dict[str, d
     return [json.loads(result.read_text()) for result in results]
 
 
+@pytest.mark.slow
 def test_the_interface_counts_what_the_ledger_counts(tmp_path: Path) -> None:
     """For messages over 1 MB, within 5 %, on every rank, both ways, gathered and summed."""
     with network(SIZE) as namespaces:

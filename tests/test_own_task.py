@@ -56,6 +56,7 @@ def test_the_example_has_forty_lines_and_says_how_to_run_it() -> None:
     assert " ".join(["overtone train --task examples/own_task.py", *RUN]) in lines
 
 
+@pytest.mark.slow
 def test_the_example_ends_alike_in_processes_and_in_the_simulator(tmp_path: Path) -> None:
     done = overtone("train", "--task", EXAMPLE, *RUN, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -94,6 +95,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_error_of_the_users_own_shows_where_it_is(tmp_path: Path) -> None:
     """It is no error of ours to put into words: the traceback ends in the user's own line, as in any program."""
     file = tmp_path / "own.py"

@@ -59,10 +59,12 @@ def test_every_overtone_command_is_understood(tmp_path: Path, monkeypatch: pytes
         arguments.parse(shlex.split(line)[1:])
 
 
+@pytest.mark.slow
 def test_the_example_runs_alone() -> None:
     assert "rank 0 of 1: test loss" in run(sys.executable, "examples/wrap_a_loop.py")
 
 
+@pytest.mark.slow
 def test_the_torchrun_line_runs() -> None:
     (line,) = [line for line in commands_of("torchrun") if "--nnodes" not in line]
     out = run(*shlex.split(line))

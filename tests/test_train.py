@@ -83,6 +83,7 @@ def overtone_train(*arguments: str, **env: str) -> subprocess.CompletedProcess[s
 # -- what is computed ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_real_processes_compute_what_the_simulator_does(task: str, tmp_path: Path) -> None:
     """Three replicas in processes of their own, and three virtual ones: the same model to the bit, the same bytes."""
@@ -145,6 +146,7 @@ def test_accumulation_is_a_larger_batch(small: Run, tmp_path: Path) -> None:
     assert run(parts)["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "tolerance"), [("recompute", 1e-6), ("compile", 1e-4)])
 def test_options_that_change_how_and_not_what(option: str, tolerance: float, small: Run, tmp_path: Path) -> None:
     task = replace(small.task, model="gpt-neox-1m", language=Language(context=16, layers=1, width=32, heads=2))
@@ -153,6 +155,7 @@ def test_options_that_change_how_and_not_what(option: str, tolerance: float, sma
     assert run(other)["metrics"]["loss"] == pytest.approx(plain["metrics"]["loss"], rel=tolerance)
 
 
+@pytest.mark.slow
 def test_bf16_trains_nearly_as_well(small: Run) -> None:
     """In a process of its own: some virtual machines need oneDNN told not to use what they cannot."""
     assert small.out is not None
@@ -408,6 +411,7 @@ def test_tensorboard_has_what_the_log_has(small: Run) -> None:
     assert board.Scalars("round/bytes_sent")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", track.TRACKERS)
 def test_trackers_hear_the_same(name: Any, small: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -428,6 +432,8 @@ def test_time_is_accounted_for(small: Run, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(time, "perf_counter", time.thread_time)
     closing = run(replace(small, training=replace(small.training, steps=100, batch=16), saving=Saving()))
     shares = closing["shares"]
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert min(shares.values()) > -1e-6
     assert shares["inner steps"] > 0.3
     assert shares["other"] + shares["data"] < 0.2  # benchmarks/overhead.py measures it where nobody disturbs
 
@@ -446,8 +452,6 @@ def shown(config: Run, **console: Any) -> str:
 
 def test_lines_for_a_file_and_a_bar_for_a_terminal(small: Run) -> None:
     run(small)
-    assert sum(shares.values()) == pytest.approx(1.0)
-    assert min(shares.values()) > -1e-6
     lines = shown(small, width=60).splitlines()
     assert lines[0].startswith("decoupled on text.txt: ")
     assert any(line.startswith("step 2/12  loss ") and line.endswith(" left") for line in lines)
@@ -550,6 +554,7 @@ def _start(config: Run, differ: dict[str, Any]) -> None:
     launch.one_replica(settings.updated(config, differ if rank else {}, "test"), resume=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("differ", "told"),
     [
@@ -604,6 +609,7 @@ def test_mistakes_get_one_line(
     assert not (tmp_path / "run" / runlog.NAME).exists()
 
 
+@pytest.mark.slow
 def test_a_replica_s_mistake_is_told_once_with_its_rank(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("word " * 60)
     done = overtone_train("--out", str(tmp_path / "run"), "--data", str(tmp_path / "short.txt"), "--batch", "2")
@@ -614,6 +620,7 @@ def test_a_replica_s_mistake_is_told_once_with_its_rank(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_it_runs_unchanged_under_torchrun(small: Run) -> None:
     assert small.out is not None
     file = small.out.with_name("config.toml")

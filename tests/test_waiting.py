@@ -85,6 +85,7 @@ def freezing(moment: str) -> dict[str, object]:
     return {"told": "nothing"}
 
 
+@pytest.mark.slow
 def test_a_frozen_peer_is_named_on_every_survivor(tmp_path: Path) -> None:
     """Five worlds at once: they do nothing but wait."""
     moments = ("joining", "round", "sum", "verdict", "finish")
@@ -126,6 +127,7 @@ def late(folder: str) -> dict[str, str]:
     return {"heard": "\n".join(heard)}
 
 
+@pytest.mark.slow
 def test_after_a_while_a_line_says_for_whom(tmp_path: Path) -> None:
     first, second, last = worlds.run(late, str(tmp_path), size=3, folder=tmp_path)
     waits, goes_on = first["value"]["heard"].splitlines()[:2]
@@ -187,6 +189,7 @@ def trial(tmp_path: Path) -> Trial:
     return Trial(Cold(), tmp_path / "run", ("--data", str(text), *TINY, *PACE), replicas=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [
@@ -208,6 +211,7 @@ def test_a_frozen_replica_ends_the_run_with_the_true_cause(moment: Moment, trial
     assert "Traceback" not in ended.said
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_everything_at_once(trial: Trial) -> None:
     """Also where the replicas wait for one that is frozen, and can neither save nor stop."""
     moment = before("replica:Replica._propose", rank=1, count=2, does="freeze")
@@ -235,6 +239,7 @@ def is_importing(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_while_replicas_start(number: signal.Signals, trial: Trial) -> None:
     with running(trial.start()) as live:
@@ -246,6 +251,7 @@ def test_a_signal_while_replicas_start(number: signal.Signals, trial: Trial) -> 
     assert "killed by" not in ended.said
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_ended_while_it_starts_ends_the_others(trial: Trial) -> None:
     with running(trial.start()) as live:
         wait_until(lambda: len(children(live.pid)) == 3 and all(map(is_importing, children(live.pid))), "the replicas")
@@ -255,6 +261,7 @@ def test_a_replica_that_is_ended_while_it_starts_ends_the_others(trial: Trial) -
     assert "Traceback" not in ended.said
 
 
+@pytest.mark.slow
 def test_a_stop_sent_to_every_process_is_one_request(trial: Trial) -> None:
     """As a supervisor does that signals a whole group of processes: everything is saved, once."""
     long = trial.on(starter=warm_starter(), flags=(*trial.flags, "--schedule", "constant", "--warmup", "0"))
@@ -267,6 +274,7 @@ def test_a_stop_sent_to_every_process_is_one_request(trial: Trial) -> None:
     assert f"SIGTERM: saved step {long.newest().step}" in ended.said
 
 
+@pytest.mark.slow
 def test_a_replica_that_freezes_after_its_last_word_is_named(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the launcher runs in this process, to be less patient."""
     monkeypatch.setattr(launch, "PATIENCE", 2.0)
@@ -278,6 +286,7 @@ def test_a_replica_that_freezes_after_its_last_word_is_named(trial: Trial, monke
         launch.spawn(["train", *trial.flags, "--out", str(trial.folder), "--steps", "4"], replicas=2, threads=1)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_nothing_in_the_temporary_directory(trial: Trial, tmp_path: Path) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
