@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -415,10 +416,27 @@ def test_tensorboard_has_what_the_log_has(small: Run) -> None:
 @pytest.mark.parametrize("name", track.TRACKERS)
 def test_trackers_hear_the_same(name: Any, small: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it is read when the library is imported
+    pytest.importorskip(name, reason=f"{name} is not installed; it comes with 'overtone[track]'")
     run(replace(small, saving=replace(small.saving, track=name)))
     wrote = [p for p in tmp_path.rglob("*") if p.suffix in (".wandb", ".db") and p.stat().st_size > 0]
     assert wrote
+
+
+@pytest.mark.parametrize("name", track.TRACKERS)
+def test_what_a_tracker_is_told(name: Any, small: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the library, whose many packages the tests do without: the calls that we make to it."""
+    library = MagicMock()
+    monkeypatch.setitem(sys.modules, name, library)
+    run(replace(small, saving=replace(small.saving, track=name)))
+    started = library.init.call_args.kwargs
+    assert (started["project"], started["name"], started["resume"]) == ("overtone", "run", "allow")
+    told = [call.args[0] for call in library.init.return_value.log.call_args_list]
+    logged = events(small, "train")
+    assert [(line["local_step"], line["train/loss"]) for line in told if "train/loss" in line] == [
+        (record["step"], record["loss"]) for record in logged
+    ]
+    library.init.return_value.finish.assert_called_once_with()
 
 
 def test_a_tracker_that_is_missing_is_named(small: Run, monkeypatch: pytest.MonkeyPatch) -> None:
