@@ -7,6 +7,8 @@ FEW := $(VENV)/.overtone-demo
 ALL := $(VENV)/.overtone-dev
 PINS := $(VENV)/.overtone-pins
 OLDEST ?= .venv-oldest
+CORE := golden vectors equivalence transcriptions battery corners codec kernels dct layout wire wire_spec patterns \
+	fingerprint leaving_out gloo simulate settings
 , := ,
 
 .PHONY: help demo format check quick test package oldest browser bench paper studies clean
@@ -36,7 +38,7 @@ package: $(ALL)  ## wheel and sdist, each installed and tried in an empty enviro
 	.ci/package $(BIN)/python
 
 oldest: $(OLDEST)/.overtone-oldest  ## the core's tests on the oldest versions that pyproject.toml allows
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(shell sed -n 's/^# tests: //p' constraints-oldest.txt)
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(CORE:%=tests/test_%.py)
 
 browser:  ## Chromium for the tests of the page, from Debian's packages; without one they are skipped
 	@.ci/browser
@@ -72,5 +74,6 @@ endef
 
 $(OLDEST)/.overtone-oldest: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e ".[oldest]"
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e ".[bench]" \
+		pytest pytest-xdist pytest-timeout hypothesis
 	touch $@

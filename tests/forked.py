@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,8 @@ class Forks:
 @functools.cache
 def shared() -> Forks:
     """One server for all tests of this process."""
-    from running import surroundings
-
-    server = Forks(surroundings())
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "OVERTONE"))}
+    server = Forks({**mine, "OMP_NUM_THREADS": "1"})
     atexit.register(server.close)
     return server
 
@@ -100,7 +100,8 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
 
 if __name__ == "__main__":
     for module in MODULES:
-        importlib.import_module(f"overtone.{module}")
+        with suppress(ImportError):  # of a library that is not installed; who needs it will say so
+            importlib.import_module(f"overtone.{module}")
     importlib.import_module("torch._dynamo")  # every optimiser loads it
     importlib.import_module("overtone.arguments").parse(["simulate"])  # what is built once is built here
     for line in sys.stdin:

@@ -470,7 +470,7 @@ def shown(config: Run, **console: Any) -> str:
 
 def test_lines_for_a_file_and_a_bar_for_a_terminal(small: Run) -> None:
     run(small)
-    lines = shown(small, width=60).splitlines()
+    lines = [line for line in shown(small, width=60).splitlines() if line]  # older versions of rich add empty ones
     assert lines[0].startswith("decoupled on text.txt: ")
     assert any(line.startswith("step 2/12  loss ") and line.endswith(" left") for line in lines)
     assert any(line.startswith("step 8: loss ") and "bits per byte" in line for line in lines)
