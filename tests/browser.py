@@ -33,7 +33,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
-        running = play.chromium.launch(executable_path=CHROMIUM, args=list(QUIET))
+        running = play.chromium.launch(executable_path=CHROMIUM, args=list(QUIET), timeout=240_000)
         yield running
         running.close()
 
@@ -60,7 +60,7 @@ class Visit:
         )
         self.page = self.context.new_page()
         self.page.add_init_script(before)
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(240_000)  # only there to end a hang, on however busy a machine
         self.page.on("console", self._heard)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))

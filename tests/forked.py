@@ -1,11 +1,13 @@
 """Command lines of `overtone`, each in a fork of one process that has imported everything: a tenth of a second each.
 
-For command lines that end before anything is started; tests/kill/warm.py is for whole runs. A fork ends without taking
-its libraries apart, which would take most of the time.
+For command lines that end before anything is started, or compute in one process; tests/kill/warm.py is for whole runs.
+A fork ends without taking its libraries apart, which would take most of the time.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import json
 import os
@@ -15,10 +17,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-SECONDS = 15  # a command line that takes longer hangs
+SECONDS = 300  # only there to end a hang, on however busy a machine
 MODULES = (
     "cli.bench", "cli.demo", "cli.export", "cli.plan", "cli.report", "cli.simulate", "cli.train", "runs.open_run",
     "tasks.image.task", "tasks.text.task", "bench.codec",
@@ -45,6 +48,21 @@ class Forks:
 
     def close(self) -> None:
         self.process.communicate()
+
+
+@functools.cache
+def shared() -> Forks:
+    """One server for all tests of this process."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "OVERTONE"))}
+    server = Forks({**mine, "OMP_NUM_THREADS": "1"})
+    atexit.register(server.close)
+    return server
+
+
+def overtone(*words: object, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`overtone words…`, as `subprocess.run` would tell of it."""
+    args = [str(word) for word in words]
+    return subprocess.CompletedProcess(args, *shared().run(args, env or {}, Path.cwd()))
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +103,9 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
 
 if __name__ == "__main__":
     for module in MODULES:
-        importlib.import_module(f"overtone.{module}")
+        with suppress(ImportError):  # of a library that is not installed; who needs it will say so
+            importlib.import_module(f"overtone.{module}")
+    importlib.import_module("torch._dynamo")  # every optimiser loads it
     importlib.import_module("overtone.cli.arguments").parse(["simulate"])  # what is built once is built here
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

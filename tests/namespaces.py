@@ -14,7 +14,7 @@ WIRE = "wire"  # the interface's name inside a namespace, where there is no othe
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=120)
 
 
 def address(host: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import select
@@ -22,7 +24,7 @@ from overtone.runs import log as runlog
 from overtone.runs.checkpoint import format, index
 
 SUPPORT = Path(__file__).parent / "kill"
-PATIENCE = 120.0  # seconds; a run that takes longer hangs
+PATIENCE = 300.0  # seconds; only there to end a hang, on however busy a machine
 
 # What a never-stopped run and a stopped one must have in common, by event; the rest are times.
 KEPT = {
@@ -191,6 +193,14 @@ class Warm:
     def close(self) -> None:
         self.channel.close()
         self.process.wait(PATIENCE)
+
+
+@functools.cache
+def warm_starter() -> Warm:
+    """One for all tests of this process."""
+    starter = Warm()
+    atexit.register(starter.close)
+    return starter
 
 
 def surroundings() -> dict[str, str]:

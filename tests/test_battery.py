@@ -19,6 +19,7 @@ speaking_method = pytest.mark.parametrize("method", SPEAKING.values(), ids=SPEAK
 consensus_method = pytest.mark.parametrize("method", CONSENSUS.values(), ids=CONSENSUS)
 
 
+@pytest.mark.slow
 @every_method
 def test_converges_on_a_convex_problem(method: Method) -> None:
     """Least squares whose minimum is the mean of the replicas' own: who communicates gets near it, `alone` finds its

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import overtone
+from forked import overtone as overtone_cli
 from overtone.cli.simulate import run_simulate
 from overtone.runs.config import MethodChoice, Simulation, Training
 from overtone.runs.directory import write_whole
@@ -23,7 +24,8 @@ KEYS = {
 }  # fmt: skip
 
 
-def overtone_cli(*args: str) -> subprocess.CompletedProcess[str]:
+def cold(*args: str) -> subprocess.CompletedProcess[str]:
+    """As a user does; most tests here are content with a fork (tests/forked.py)."""
     return subprocess.run(
         [sys.executable, "-c", "from overtone.cli import main; main()", *args],
         capture_output=True,
@@ -49,10 +51,11 @@ def simulate(text: Path, tmp_path: Path, choice: MethodChoice, **options: Any) -
     return result
 
 
+@pytest.mark.slow
 def test_same_seed_same_file(text: Path, tmp_path: Path) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file in files:
-        done = overtone_cli("simulate", "--data", str(text), "--every", "5", "--seed", "3", "--json", str(file), *TINY)
+        done = cold("simulate", "--data", str(text), "--every", "5", "--seed", "3", "--json", str(file), *TINY)
         assert done.returncode == 0, done.stderr
         assert "decoupled: loss" in done.stdout
     a, b = (file.read_text().splitlines() for file in files)
@@ -129,7 +132,7 @@ def test_mistakes_get_one_clear_line(flags: list[str], told: str, capsys: pytest
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest() -> None:
-    done = overtone_cli("simulate", "--stepz", "3")
+    done = cold("simulate", "--stepz", "3")
     assert done.returncode == 2
     assert "--steps" in done.stderr + done.stdout
 
@@ -141,6 +144,7 @@ def test_a_text_too_short(tmp_path: Path) -> None:
     assert "0 bytes; give a text" in done.stderr
 
 
+@pytest.mark.slow
 def test_demo_shows_its_table(tmp_path: Path) -> None:
     done = overtone_cli("demo", "--steps", "20", "--out", str(tmp_path / "demo"))
     assert done.returncode == 0, done.stderr
@@ -174,6 +178,7 @@ def test_what_is_not_a_file_is_not_replaced_by_one(text: Path, tmp_path: Path) -
         write_whole(pipe, "words")
 
 
+@pytest.mark.slow
 def test_bench_codec(tmp_path: Path) -> None:
     file = tmp_path / "codec.json"
     small = ["--width", "64", "--layers", "1", "--words", "300", "--times", "1", "--json", str(file)]
@@ -186,6 +191,7 @@ def test_bench_codec(tmp_path: Path) -> None:
     assert "Peak extra memory" in done.stdout
 
 
+@pytest.mark.slow
 def test_bench_train(tmp_path: Path) -> None:
     """Two real processes; the figures are for benchmarks/results/train.md, where nobody disturbs."""
     file = tmp_path / "train.json"

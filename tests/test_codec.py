@@ -38,6 +38,7 @@ def kinds(seed: int, size: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

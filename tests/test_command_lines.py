@@ -1,6 +1,6 @@
 """What is typed wrong ends in one line, two at most, and status 2: rules times values, and the odd ones.
 
-The command lines run in forks of one process that has imported everything (tests/forked.py); a dozen are started cold,
+The command lines run in forks of one process that has imported everything (tests/forked.py); a few are started cold,
 as a user does.
 """
 
@@ -21,7 +21,7 @@ pytest.importorskip("rich")
 pytest.importorskip("tyro")
 
 import overtone
-from forked import Forks
+from forked import Forks, shared
 from overtone.bench import options as bench
 from overtone.cli import demo, plan
 from overtone.report.comparison import Comparison
@@ -263,10 +263,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    served = Forks(surroundings())
-    yield served
-    served.close()
+def forks() -> Forks:
+    return shared()
 
 
 def check(asked: Line, status: int, out: str, said: str) -> None:
@@ -281,6 +279,7 @@ def check(asked: Line, status: int, out: str, said: str) -> None:
         assert words in said, (asked, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [*NUMBERS, *(pytest.param(one, id=f"odd {i}") for i, one in enumerate(ODD))])
 def test_one_line(asked: Line, forks: Forks, place: Path) -> None:
     check(asked, *forks.run(asked.words, dict(asked.env), place))
@@ -291,13 +290,14 @@ def test_there_are_enough_of_them() -> None:
     assert len({tuple(param.values[0].words) for param in NUMBERS}) == len(NUMBERS)
 
 
-@pytest.mark.parametrize("asked", [pytest.param(one, id=" ".join(one.words)[:40]) for one in ODD[2::10]])
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [pytest.param(one, id=" ".join(one.words)[:40]) for one in ODD[2::30]])
 def test_started_as_a_user_does(asked: Line, place: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "overtone", *asked.words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=place,
         env={**surroundings(), **dict(asked.env)},
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import forked
 from overtone.cli.arguments import parse
 from overtone.errors import ConfigError, MethodError
 from overtone.report import comparison, history
@@ -35,11 +36,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def begin(out: Path, text: Path, *flags: str, methods: list[str] = METHODS, steps: int = 12) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "overtone", "compare", "--methods", *methods, "--data", str(text), *TINY]
-    command += ["--steps", str(steps), "--out", str(out), *flags]
-    # Runs that are asked to stop look more often than every five seconds.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(KILL), "OVERTONE_PULSE": "0"}
+# Runs that are asked to stop look more often than every five seconds.
+ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(KILL), "OVERTONE_PULSE": "0"}
+
+
+def words(out: Path, text: Path, *flags: str, methods: list[str] = METHODS, steps: int = 12) -> list[str]:
+    named = ["compare", "--methods", *methods, "--data", str(text), *TINY]
+    return [*named, "--steps", str(steps), "--out", str(out), *flags]
+
+
+def begin(*args: Any, **more: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "overtone", *words(*args, **more)]
+    env = {**os.environ, **ENV}
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a shell's background job ignores
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=heed
@@ -47,9 +55,8 @@ def begin(out: Path, text: Path, *flags: str, methods: list[str] = METHODS, step
 
 
 def run(out: Path, text: Path, *flags: str, **more: Any) -> tuple[int, str, str]:
-    process = begin(out, text, *flags, **more)
-    stdout, stderr = process.communicate(timeout=300)
-    return process.returncode, stdout, stderr
+    done = forked.overtone(*words(out, text, *flags, **more), env=ENV)
+    return done.returncode, done.stdout, done.stderr
 
 
 def logs(out: Path) -> dict[str, bytes]:
@@ -64,6 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, st
     return out, stdout
 
 
+@pytest.mark.slow
 def test_the_table_and_the_files(made: tuple[Path, str]) -> None:
     out, shown = made
     for word in ("loss vs DiLoCo", "published, mean", "decoupled, keep 128, bits 1", "decoupled, keep 8, bits 2", "1x"):
@@ -74,6 +82,7 @@ def test_the_table_and_the_files(made: tuple[Path, str]) -> None:
     assert (out / "report.csv").read_text().count("\n") == len(METHODS) + 2  # a header, and published has two rows
 
 
+@pytest.mark.slow
 def test_a_cell_is_what_its_command_makes(made: tuple[Path, str]) -> None:
     """Same data order, same seed, same tokens as the simulation by itself, to the bit; and its log says which."""
     out, _ = made
@@ -90,6 +99,7 @@ def test_a_cell_is_what_its_command_makes(made: tuple[Path, str]) -> None:
         assert {**toml.flat(again.resolved()), "out": found.config["out"]} == found.config
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_kept_and_the_rest_is_made_again(
     made: tuple[Path, str], text: Path, tmp_path: Path
 ) -> None:
@@ -111,17 +121,18 @@ def _table(shown: str) -> list[str]:
     return [line for line in shown.splitlines() if not line.startswith("page:")]
 
 
+@pytest.mark.slow
 def test_interrupted_it_goes_on(text: Path, tmp_path: Path) -> None:
     out, methods = tmp_path / "out", ["diloco", "decoupled", "alone"]
     process = begin(out, text, "--workers", "1", methods=methods, steps=150)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while b'"finish"' not in logs(out).get("diloco-seed0", b"") or "decoupled-seed0" not in logs(out):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     finished = logs(out)["diloco-seed0"]
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == 130
     assert f"--out {out}" in stderr
     assert "Traceback" not in stderr
@@ -133,6 +144,7 @@ def test_interrupted_it_goes_on(text: Path, tmp_path: Path) -> None:
     assert "loss vs DiLoCo" in stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "steps", "told"),
     [
@@ -153,18 +165,19 @@ def test_other_numbers_are_not_mixed_in(
     assert logs(made[0]) == before
 
 
+@pytest.mark.slow
 def test_real_replicas_save_before_they_stop_and_go_on(text: Path, tmp_path: Path) -> None:
     """Asked to end, the comparison asks its run to; the same command goes on from there, to the same end."""
     flags, more = ("--processes", "--replicas", "2", "--log-every", "1"), {"methods": ["decoupled"], "steps": 200}
     out = tmp_path / "out"
     process = begin(out, text, *flags, **more)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while b'"round"' not in logs(out).get("decoupled-seed0", b""):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == 130, stderr
     cell = out / comparison.CELLS / "decoupled-seed0"
     (stop,) = [event for event in history.load(cell).events if event["event"] == "stop"]
@@ -181,6 +194,7 @@ def test_real_replicas_save_before_they_stop_and_go_on(text: Path, tmp_path: Pat
     assert resumed.finish["anchor_fingerprint"] == virtual["anchor_fingerprint"]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_marked_and_the_others_go_on(text: Path, tmp_path: Path) -> None:
     out, methods = tmp_path / "out", ["alone", "diloco", "decoupled:inner=sgd,inner_lr=1e6,clip=inf"]
     code, stdout, stderr = run(out, text, methods=methods)
@@ -192,6 +206,7 @@ def test_a_run_that_diverges_is_marked_and_the_others_go_on(text: Path, tmp_path
     assert _table(again) == _table(stdout)  # the same numbers would end there again: it is not tried a second time
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_start_is_named(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a few words")
     code, _, stderr = run(tmp_path / "out", tmp_path / "short.txt", methods=["alone", "decoupled"])
@@ -209,6 +224,7 @@ def test_data_that_is_not_there_is_told_once_before_any_run(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_real_processes_end_where_virtual_replicas_do(made: tuple[Path, str], text: Path, tmp_path: Path) -> None:
     out, methods = tmp_path / "out", ["published", "decoupled"]
     code, stdout, stderr = run(out, text, "--processes", methods=methods)

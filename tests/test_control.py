@@ -81,6 +81,7 @@ def told_to_all() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["", KEY], ids=["no key", "key"])
 def test_a_damaged_control_message_ends_alike_on_all_ranks(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ def bad_words() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_no_json_is_refused_by_all(tmp_path: Path) -> None:
     found = worlds.run(bad_words, size=2, folder=tmp_path)
     for result in found:
@@ -140,6 +142,7 @@ def all_succeed() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_do_is_told_to_all_without_control_characters(tmp_path: Path) -> None:
     here, there = (result["value"] for result in worlds.run(all_succeed, size=2, folder=tmp_path))
     assert here["well"] == there["well"] == "3"
@@ -175,6 +178,7 @@ def free_running(folder: str) -> dict[str, float]:
     return {"sent": counts.sent, "received": counts.received}
 
 
+@pytest.mark.slow
 def test_a_fast_replica_does_not_wait_for_a_slow_one(tmp_path: Path) -> None:
     found = worlds.run(free_running, str(tmp_path), size=2, folder=tmp_path)
     for result in found:
@@ -205,6 +209,7 @@ def asked_in_the_middle(folder: str) -> tuple[str, int]:
     raise AssertionError("nobody stopped")
 
 
+@pytest.mark.slow
 def test_all_stop_after_the_same_step_wherever_they_are(tmp_path: Path) -> None:
     found = worlds.run(asked_in_the_middle, str(tmp_path), size=3, folder=tmp_path)
     for result in found:
@@ -239,6 +244,7 @@ def altered_stop() -> str:
     return "went on"
 
 
+@pytest.mark.slow
 def test_an_altered_stop_request_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERTONE_KEY", KEY)
     here, there = (result["value"] for result in worlds.run(altered_stop, size=2, folder=tmp_path))

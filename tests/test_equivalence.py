@@ -291,6 +291,7 @@ def missing_gradients() -> dict[str, tuple[dict[str, Tensor], int]]:
     return found
 
 
+@pytest.mark.slow
 def test_missing_gradients_in_real_processes(tmp_path: Path) -> None:
     results = worlds.run(missing_gradients, size=2, folder=tmp_path)
     for result in results:

@@ -117,7 +117,7 @@ def test_a_hundred_thousand_lies(seal: Seal, loops: Kernels) -> None:
     receiver, dice = Receiver(seal, loops), random.Random(0)
     fields: dict[str, int] = {}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin, slowest, count = time.perf_counter(), 0.0, 0
+    slowest, count = 0.0, 0  # seconds of computing; waiting for a processor does not count
     while count < 25_000:
         message, other = receiver.message, dice.choice(receiver.others)
         lie = dice.choice(
@@ -130,10 +130,10 @@ def test_a_hundred_thousand_lies(seal: Seal, loops: Kernels) -> None:
         )
         if lie.rstrip(b"\0") == message.rstrip(b"\0"):
             continue
-        start = time.perf_counter()
+        start = time.thread_time()
         with pytest.raises(WireError) as caught:
             receiver.open(lie)
-        slowest = max(slowest, time.perf_counter() - start)
+        slowest = max(slowest, time.thread_time() - start)
         field = str(caught.value).split(":")[0]
         fields[field] = fields.get(field, 0) + 1
         count += 1
@@ -141,7 +141,7 @@ def test_a_hundred_thousand_lies(seal: Seal, loops: Kernels) -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 200e6
     assert {"magic", "version", "seal", "length", "sender", "run", "schema", "round", "message"} <= set(fields)
     assert fields["HMAC" if seal.key else "checksum"] > 1000
-    print(f"{count} lies refused in {time.perf_counter() - begin:.0f} s: {fields}")
+    print(f"{count} lies refused, the slowest in {slowest:.3f} s: {fields}")
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +37,10 @@ def every_method() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_simulator_equals_real_processes(size: int, tmp_path: Path) -> None:
-    real = worlds.run(every_method, size=size, folder=tmp_path)
+    real = worlds.run(every_method, size=size, folder=tmp_path, cold=size == 2)
     for result in real:
         assert "error" not in result, result.get("trace")
     for name, method in METHODS.items():
@@ -128,6 +128,7 @@ def broken_worlds() -> dict[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
     results = worlds.run(broken_worlds, size=3, folder=tmp_path)
     for rank, result in enumerate(results):
@@ -168,6 +169,7 @@ def longer_rounds() -> list[str]:
     return prints
 
 
+@pytest.mark.slow
 def test_anchors_stay_identical_for_a_hundred_rounds(tmp_path: Path) -> None:
     first, *others = worlds.run(longer_rounds, size=3, folder=tmp_path)
     assert "error" not in first, first.get("trace")
@@ -177,7 +179,8 @@ def test_anchors_stay_identical_for_a_hundred_rounds(tmp_path: Path) -> None:
 
 
 def doomed(method: overtone.Method) -> dict[str, Any]:
-    """Rank 2 is killed in the middle of a run; the others must be told, soon, and keep the weights they had."""
+    """Rank 2 is killed in the middle of a run; the others must be told, by the broken connection and not by a time-out
+    (its words are others), and keep the weights they had."""
     rank = dist.get_rank()
     replica = Replica(*build(rank), method)
     stream = batches(rank)
@@ -186,15 +189,14 @@ def doomed(method: overtone.Method) -> dict[str, Any]:
         if rank == 2 and step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         before = replica.fingerprint
-        begin = time.perf_counter()
         try:
             replica.step()
         except overtone.OvertoneError as error:
-            waited = time.perf_counter() - begin
-            return {"told": f"{type(error).__name__}: {error}", "waited": waited, "same": replica.fingerprint == before}
+            return {"told": f"{type(error).__name__}: {error}", "same": replica.fingerprint == before}
     return {"told": "nothing"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [overtone.decoupled(every=2), overtone.diloco(every=2)], ids=["gathered", "summed"])
 def test_a_killed_replica_is_noticed_by_all(method: overtone.Method, tmp_path: Path) -> None:
     *survivors, victim = worlds.run(doomed, method, size=3, folder=tmp_path)
@@ -202,7 +204,6 @@ def test_a_killed_replica_is_noticed_by_all(method: overtone.Method, tmp_path: P
     for rank, survivor in enumerate(survivors):
         found = survivor["value"]
         assert found["told"].startswith(f"RelayedError: rank {rank} of 3: the exchange broke off"), found
-        assert found["waited"] < 60
         assert found["same"]
 
 
@@ -220,6 +221,7 @@ def two_islands() -> dict[str, Any]:
     return {"rank": transport.rank, "size": transport.size, "fingerprint": replica.fingerprint}
 
 
+@pytest.mark.slow
 def test_a_group_of_some_ranks_is_a_world_of_its_own(tmp_path: Path) -> None:
     found = [result["value"] for result in worlds.run(two_islands, size=4, folder=tmp_path)]
     assert [(one["rank"], one["size"]) for one in found] == [(0, 2), (0, 2), (1, 2), (1, 2)]
@@ -273,6 +275,7 @@ def unlike_hosts() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_unlike_hosts_end_with_the_same_weights(tmp_path: Path) -> None:
     found = [result.get("value", result) for result in worlds.run(unlike_hosts, size=2, folder=tmp_path, last=UNLIKE)]
     assert "probe" in found[0], found[0]

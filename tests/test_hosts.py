@@ -37,9 +37,10 @@ def train(hosts: list[Path], *arguments: str) -> list[tuple[int, str]]:
         command += [argument.replace("@", str(number)) for argument in arguments]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         started.append(subprocess.Popen(command, cwd=host, env=env, stderr=subprocess.PIPE, text=True))
-    return [(process.returncode, said) for process in started for said in [process.communicate(timeout=120)[1]]]
+    return [(process.returncode, said) for process in started for said in [process.communicate(timeout=300)[1]]]
 
 
+@pytest.mark.slow
 def test_a_run_over_two_hosts_is_resumed_and_exported(hosts: list[Path], tmp_path: Path) -> None:
     for arguments in (
         ["--steps", "12", "--data", "text@.txt", "--out", "run", *SMALL],
@@ -57,6 +58,7 @@ def test_a_run_over_two_hosts_is_resumed_and_exported(hosts: list[Path], tmp_pat
     assert not (hosts[1] / "run" / log.NAME).exists()  # one voice, one log
 
 
+@pytest.mark.slow
 def test_what_one_host_lacks_ends_the_run_on_all(hosts: list[Path]) -> None:
     (hosts[1] / "text1.txt").unlink()
     here, there = train(hosts, "--steps", "12", "--data", "text@.txt", "--out", "run", *SMALL)

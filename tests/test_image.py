@@ -512,6 +512,7 @@ def test_the_package_itself_makes_the_small_stem_known() -> None:
     assert known[overtone.tasks.image.SmallResNetConfig] is overtone.tasks.image.SmallResNetForImageClassification
 
 
+@pytest.mark.slow
 def test_an_export_with_the_small_stem_loads_with_and_without_overtone(
     tmp_path: Path, trained: tuple[ImageTask, torch.nn.Module]
 ) -> None:

@@ -41,7 +41,7 @@ SIDE = 1024  # of the square matrix that is the model
 LEAST = 1 << 20  # bytes in a message; below some 70 kB headers and framing are more than 5 %
 EXTRA = 0.05
 QUIET = 0.25  # seconds; the kernel delays an acknowledgement by 0.2 at most
-PATIENCE = 120  # seconds for all ranks together
+PATIENCE = 300  # seconds for all ranks together; only there to end a hang
 
 METHODS = {
     "gathered": overtone.decoupled(every=1, keep=1024, bits=32),
@@ -145,6 +145,7 @@ def run_ranks(namespaces: list[str], folder: Path) -> list[dict[str, dict[str, d
     return [json.loads(result.read_text()) for result in results]
 
 
+@pytest.mark.slow
 def test_the_interface_counts_what_the_ledger_counts(tmp_path: Path) -> None:
     """For messages over 1 MB, within 5 %, on every rank, both ways, gathered and summed."""
     with network(SIZE) as namespaces:

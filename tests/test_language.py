@@ -116,6 +116,7 @@ def test_a_preset_has_as_many_parameters_as_its_name_says(name: str) -> None:
     assert model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_the_byte_preset_needs_torch_alone() -> None:
     code = """
 import sys
@@ -549,6 +550,7 @@ def test_a_streams_windows_are_shuffled(tmp_path: Path) -> None:
     assert other._block.order.tolist() != first.tolist()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_program_with_a_stream_ends_quietly(tmp_path: Path) -> None:
     code = """
 import sys

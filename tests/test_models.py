@@ -468,6 +468,7 @@ def distributed_wrappers() -> dict[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_what_spreads_a_model_by_itself_is_refused(tmp_path: Path) -> None:
     for result in worlds.run(distributed_wrappers, size=2, folder=tmp_path):
         assert "value" in result, result
@@ -519,6 +520,7 @@ def changing() -> dict[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_a_change_on_one_rank_is_told_on_every_rank(tmp_path: Path) -> None:
     found = worlds.run(changing, size=2, folder=tmp_path)
     for result in found:

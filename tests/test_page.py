@@ -25,6 +25,7 @@ from overtone.runs.config import MethodChoice, Simulation, Training
 from overtone.runs.simulate import simulate
 from overtone.tasks import Language, TaskOptions
 
+pytestmark = pytest.mark.slow  # a browser of its own for each worker
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 STEPS = list(range(0, 601, 50))
 NAN = float("nan")
@@ -655,6 +656,7 @@ def test_paper_is_light(visit: Callable[..., web.Visit]) -> None:
     assert seen.run(scheme) == "dark"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 380])
 def test_nothing_is_wider_than_the_screen(visit: Callable[..., web.Visit], tmp_path: Path, width: int) -> None:
     seen = visit(width=width)

@@ -60,6 +60,7 @@ def test_every_overtone_command_is_understood(tmp_path: Path, monkeypatch: pytes
         arguments.parse(shlex.split(line)[1:])
 
 
+@pytest.mark.slow
 def test_the_example_runs_alone() -> None:
     assert "rank 0 of 1: test loss" in run(sys.executable, "examples/wrap_a_loop.py")
 
@@ -83,6 +84,7 @@ def test_the_example_of_resuming_ends_as_if_never_stopped(tmp_path: Path) -> Non
     assert ended("cut") == ["rank 0 of 1: continues from step 100", whole]
 
 
+@pytest.mark.slow
 def test_the_torchrun_line_runs() -> None:
     (line,) = [line for line in commands_of("torchrun") if "--nnodes" not in line]
     out = run(*shlex.split(line))

@@ -97,6 +97,7 @@ def lies() -> dict[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_every_rank_refuses_alike_and_names_the_sender(tmp_path: Path) -> None:
     found = worlds.run(lies, size=3, folder=tmp_path)
     for result in found:
@@ -140,6 +141,7 @@ def damaged_greetings() -> dict[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_a_greeting_damaged_on_one_link_ends_on_all(tmp_path: Path) -> None:
     found = worlds.run(damaged_greetings, size=3, folder=tmp_path)
     for result in found:
@@ -167,6 +169,7 @@ def leaving_out() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_a_refused_rank_is_left_out_everywhere_alike(tmp_path: Path) -> None:
     """Rank 2 cannot read what rank 1 said in round 1: all go on without it, with one anchor; what rank 1 said is still
     owed, so its residual grows by all of its drift instead of the unsent part."""
@@ -201,6 +204,7 @@ def uneven() -> dict[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_unequal_numbers_of_batches_are_told_on_every_rank(tmp_path: Path) -> None:
     found = worlds.run(uneven, size=3, folder=tmp_path)
     for result in found:
@@ -227,6 +231,7 @@ def strangers() -> dict[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_a_key_keeps_strangers_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OVERTONE_KEY", raising=False)
     found = worlds.run(strangers, size=2, folder=tmp_path)
@@ -296,6 +301,7 @@ def overflows() -> dict[str, str]:
         return {"told": str(error)}
 
 
+@pytest.mark.slow
 def test_a_damaged_header_parts_nobody(tmp_path: Path) -> None:
     """Whatever a header said that one rank could not read, all ranks take the same way from there."""
     found = worlds.run(overflows, size=3, folder=tmp_path)
@@ -319,6 +325,7 @@ def giants() -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_an_absurd_length_is_refused_before_any_memory_is_taken(tmp_path: Path) -> None:
     found = worlds.run(giants, size=2, folder=tmp_path)
     assert found[0]["value"].startswith(f"rank 1 announces a message of {1 << 62} bytes, where 1000 are the most")
@@ -343,6 +350,7 @@ def deaf() -> dict[str, str]:
         return {"told": str(error)}
 
 
+@pytest.mark.slow
 def test_one_that_reads_nobody_does_not_expel_everybody(tmp_path: Path) -> None:
     for result in worlds.run(deaf, size=3, folder=tmp_path):
         assert "value" in result, result

@@ -10,7 +10,6 @@ import pickle
 import random
 import shutil
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +30,20 @@ from overtone.errors import CheckpointError
 from overtone.runs import log as runlog
 from overtone.runs.checkpoint import format, index
 from overtone.tasks.sharding import Sampler, ShardedFeed
-from running import Cold, Moment, Torchrun, Trial, Warm, after, assert_equal, assert_same, before, running, wait_until
+from running import (
+    Cold,
+    Moment,
+    Torchrun,
+    Trial,
+    Warm,
+    after,
+    assert_equal,
+    assert_same,
+    before,
+    running,
+    wait_until,
+    warm_starter,
+)
 
 STEPS, EVERY, SAVE, VALIDATE = 24, 4, 3, 5  # checkpoints fall inside rounds, validations beside both
 TINY = ("--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--valid-samples", "8", "--batch", "2")
@@ -40,10 +52,8 @@ SAVE_FILE = "safetensors.torch:save_file"
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Warm]:
-    starter = Warm()
-    yield starter
-    starter.close()
+def warm() -> Warm:
+    return warm_starter()
 
 
 @pytest.fixture(scope="session")
@@ -170,6 +180,7 @@ def follow(trial: Trial, chain: list[Moment]) -> Trial:
     return trial
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_a_run_killed_at_every_moment_ends_as_if_never_disturbed(
     chain: list[Moment], trial: Trial, unbroken: Trial
@@ -178,6 +189,7 @@ def test_a_run_killed_at_every_moment_ends_as_if_never_disturbed(
     assert sum(map(len, CHAINS.values())) >= 50
 
 
+@pytest.mark.slow
 def test_killed_after_the_last_checkpoint_but_before_the_log_says_so(trial: Trial, unbroken: Trial) -> None:
     """Everything is saved; only the closing line is missing."""
     trial.stopped_at(after("runs.checkpoint.writer:CheckpointWriter.wait", step=STEPS, count=2))
@@ -185,6 +197,7 @@ def test_killed_after_the_last_checkpoint_but_before_the_log_says_so(trial: Tria
     assert_same(trial.finished(), unbroken)
 
 
+@pytest.mark.slow
 def test_a_finished_run_only_tells_again_how_it_ended(trial: Trial, unbroken: Trial) -> None:
     shutil.copytree(unbroken.folder, trial.folder)
     log = (trial.folder / runlog.NAME).read_bytes()
@@ -241,11 +254,13 @@ def disturbed_and_not(warm: Warm, tmp_path: Path, flags: tuple[str, ...], chain:
     assert_same(follow(wanted.on(folder=tmp_path / "run"), chain).finished(), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_goes_on_bit_for_bit(method: str, warm: Warm, flags: tuple[str, ...], tmp_path: Path) -> None:
     disturbed_and_not(warm, tmp_path, (*flags, *METHODS[method]), MOMENTS)
 
 
+@pytest.mark.slow
 def test_all_dice_go_on_where_they_were(warm: Warm, tmp_path: Path) -> None:
     """Dropout, Python's and numpy's."""
     (tmp_path / "dice.py").write_text(OWN_TASK)
@@ -253,6 +268,7 @@ def test_all_dice_go_on_where_they_were(warm: Warm, tmp_path: Path) -> None:
     disturbed_and_not(warm, tmp_path, own, MOMENTS[:3])
 
 
+@pytest.mark.slow
 def test_images_with_statistics_and_augmentation_go_on_bit_for_bit(tmp_path: Path) -> None:
     """BatchNorm's statistics are shared at rounds and private between them; pictures are decoded a batch ahead."""
     pytest.importorskip("transformers")
@@ -277,6 +293,7 @@ def test_images_with_statistics_and_augmentation_go_on_bit_for_bit(tmp_path: Pat
         starter.close()
 
 
+@pytest.mark.slow
 def test_a_run_of_one_replica_goes_on_bit_for_bit(warm: Warm, flags: tuple[str, ...], tmp_path: Path) -> None:
     wanted = Trial(warm, tmp_path / "unbroken", (*flags, "--every", "4"), replicas=1).finished()
     trial = wanted.on(folder=tmp_path / "run")
@@ -289,6 +306,7 @@ def test_a_run_of_one_replica_goes_on_bit_for_bit(warm: Warm, flags: tuple[str, 
     assert_same(trial.finished(), wanted)
 
 
+@pytest.mark.slow
 def test_started_cold_as_a_user_does(trial: Trial, unbroken: Trial) -> None:
     """A process of its own for everything, imports and all."""
     cold = trial.on(starter=Cold())
@@ -296,30 +314,34 @@ def test_started_cold_as_a_user_does(trial: Trial, unbroken: Trial) -> None:
     assert_same(cold.finished(), unbroken)
 
 
+@pytest.mark.slow
 def test_without_its_launcher_no_replica_lives_on(trial: Trial, unbroken: Trial) -> None:
     """Only the launcher is killed. That the output ends is the proof: every process of the run holds it open."""
     cold = trial.on(starter=Cold())
     moment = before("tasks.text.task:LanguageTask.loss", rank=1, count=5, until=saved(3), does="kill launcher")
     with running(cold.start(moment=moment)) as live:
         wait_until(cold.note.exists, "the moment")
-        assert live.end(patience=10).status == -signal.SIGKILL
+        assert live.end().status == -signal.SIGKILL
     assert_same(trial.finished(), unbroken)
 
 
+@pytest.mark.slow
 def test_a_launcher_killed_while_replicas_still_load(trial: Trial) -> None:
     """Before a replica could ask the kernel to end it with its launcher."""
     cold = trial.on(starter=Cold())
     with running(cold.start(moment=Moment("start", rank=1, does="kill launcher"))) as live:
         wait_until(cold.note.exists, "the moment")
-        assert live.end(patience=30).status == -signal.SIGKILL
+        assert live.end().status == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_the_very_first_line_of_the_log(trial: Trial, unbroken: Trial) -> None:
     trial.stopped_at(Moment("overtone.runs.log:RunLog.write", "torn", fresh=True))
     trial.stopped_at(after("tasks.sharding:ShardedFeed.next", rank=1, count=2, fresh=True))
     assert_same(trial.finished(), unbroken)
 
 
+@pytest.mark.slow
 def test_killed_before_the_configuration_is_written(trial: Trial, unbroken: Trial) -> None:
     """The log is there and empty. One of the two ways to start must be open."""
     trial.stopped_at(before("runs.session:Session._write_first_event", rank=1, until=(runlog.NAME,)))
@@ -328,6 +350,7 @@ def test_killed_before_the_configuration_is_written(trial: Trial, unbroken: Tria
     assert_same(trial, unbroken)
 
 
+@pytest.mark.slow
 def test_what_a_killed_write_has_left_disappears(cut: Trial, unbroken: Trial, tmp_path: Path) -> None:
     """safetensors itself writes beside, under a random name; a kill in the midst of that (some chains above meet one by
     chance) leaves such a file."""
@@ -340,6 +363,7 @@ def test_what_a_killed_write_has_left_disappears(cut: Trial, unbroken: Trial, tm
     assert sorted(path.name for path in trial.checkpoints.iterdir()) == ["step-00000021", "step-00000024-final"]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_lost_all_its_checkpoints_does_not_begin_anew_unasked(cut: Trial, tmp_path: Path) -> None:
     trial = cut.on(folder=tmp_path / "run")
     shutil.copytree(cut.folder, trial.folder)
@@ -353,6 +377,7 @@ def test_a_run_that_has_lost_all_its_checkpoints_does_not_begin_anew_unasked(cut
 # -- asked to stop ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_asked_to_stop_it_saves_first(trial: Trial, unbroken: Trial) -> None:
     """In a step, in a round, during a validation; by the launcher's SIGTERM and SIGINT. Nothing runs twice. A replica
     that was asked begins no further step, so the others come no further than the next round."""
@@ -378,6 +403,7 @@ def test_asked_to_stop_it_saves_first(trial: Trial, unbroken: Trial) -> None:
     assert_equal(trial.trees(), unbroken.trees(), "end")
 
 
+@pytest.mark.slow
 def test_one_replica_asked_to_stop_stops_all(trial: Trial, unbroken: Trial) -> None:
     moment = before("tasks.text.task:LanguageTask.loss", rank=1, step=6, does="terminate myself")
     ended = trial.on(env={"OVERTONE_PULSE": "0"}).stopped_at(moment)
@@ -388,6 +414,7 @@ def test_one_replica_asked_to_stop_stops_all(trial: Trial, unbroken: Trial) -> N
     assert_equal(trial.finished().trees(), unbroken.trees(), "end")
 
 
+@pytest.mark.slow
 def test_asked_to_stop_during_the_last_messages_it_finishes(trial: Trial, unbroken: Trial) -> None:
     ended = trial.stopped_at(before("methods:Method.draining", rank=1, does="terminate launcher"))
     assert "Traceback" not in ended.said
@@ -395,6 +422,7 @@ def test_asked_to_stop_during_the_last_messages_it_finishes(trial: Trial, unbrok
     assert_same(trial, unbroken)
 
 
+@pytest.mark.slow
 def test_a_replica_of_an_outer_torchrun_asked_to_stop_stops_all(trial: Trial, unbroken: Trial) -> None:
     """At the first step, after which the replicas always ask each other."""
     outer = trial.on(starter=Torchrun())
@@ -410,13 +438,14 @@ def test_a_replica_of_an_outer_torchrun_asked_to_stop_stops_all(trial: Trial, un
     assert_equal(trial.trees(), unbroken.trees(), "end")
 
 
+@pytest.mark.slow
 def test_a_long_run_hears_of_a_signal_within_seconds(trial: Trial, tmp_path: Path) -> None:
     """At the program's own pace of asking, from outside."""
     long = trial.on(flags=(*trial.flags, "--schedule", "constant", "--warmup", "0"))
     with running(long.start("--steps", "1000000", "--checkpoint-every", "400")) as live:
         wait_until(lambda: (long.folder / runlog.NAME).exists() and len(long.raw("train")) > 20, "some steps")
         os.kill(live.pid, signal.SIGTERM)
-        ended = live.end(patience=60)
+        ended = live.end()
     assert ended.status == 143
     step = long.newest().step
     assert f"SIGTERM: saved step {step}; overtone train --resume {long.folder} goes on" in ended.said
@@ -454,6 +483,7 @@ def mean_of(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([t.double() for t in tensors]).mean(0)
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, int], rare: Trial) -> None:
     old, new = change
     trial = rare.on(replicas=old)
@@ -504,6 +534,7 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
     assert all(torch.equal(anchors[0], anchor) for anchor in anchors)
 
 
+@pytest.mark.slow
 def test_units_count_what_all_replicas_trained_on(trial: Trial) -> None:
     """Also across a change of their number: 6 steps of four, then 18 of two, each of 2 windows of 16 tokens."""
     trial.on(replicas=4).stopped_at(after("exchange.inner_step:InnerStep.take", rank=1, count=8, until=saved(6, 4)))
@@ -512,6 +543,7 @@ def test_units_count_what_all_replicas_trained_on(trial: Trial) -> None:
     assert units == [32 * (4 * min(step, 6) + 2 * max(step - 6, 0)) for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.slow
 def test_killed_after_the_number_changed_it_changes_again_alike(trial: Trial, tmp_path: Path) -> None:
     """And what the old replicas left behind disappears in time."""
     trial.on(replicas=4).stopped_at(after("exchange.inner_step:InnerStep.take", rank=3, count=8, until=saved(6, 4)))
@@ -529,6 +561,7 @@ def test_killed_after_the_number_changed_it_changes_again_alike(trial: Trial, tm
     assert {mark.replicas for mark in index.complete(trial.checkpoints)} == {2}
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_without_consensus(change: tuple[int, int], rare: Trial) -> None:
     """The new replica goes on from the old one of the same rank, modulo their number."""
     old, new = change
@@ -714,6 +747,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_there(
     damage: str, cut: Trial, tmp_path: Path, unbroken: Trial
@@ -743,6 +777,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_there(
         assert_same(trial.finished(), unbroken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -790,6 +825,7 @@ def test_any_header_is_refused_in_words(header: str, tmp_path: Path) -> None:
 # -- the run's directory ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_directory_belongs_to_one_run_at_a_time(trial: Trial, unbroken: Trial) -> None:
     hold = Moment("overtone.tasks.text.task:LanguageTask.loss", count=5, until=("go",), does="nothing")
     with running(trial.start(moment=hold)) as live:
@@ -810,6 +846,7 @@ def test_a_directory_belongs_to_one_run_at_a_time(trial: Trial, unbroken: Trial)
     assert trial.go(resume=True).status == 0
 
 
+@pytest.mark.slow
 def test_a_directory_is_free_again_when_its_run_was_killed(trial: Trial, unbroken: Trial) -> None:
     hold = Moment("overtone.tasks.text.task:LanguageTask.loss", count=5, until=("never",), does="nothing")
     with running(trial.start(moment=hold)) as live:
@@ -822,6 +859,7 @@ def test_a_directory_is_free_again_when_its_run_was_killed(trial: Trial, unbroke
     assert_same(trial.finished(), unbroken)
 
 
+@pytest.mark.slow
 def test_no_run_to_resume_and_a_run_not_to_overwrite(cut: Trial, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "none"):
@@ -840,6 +878,7 @@ def test_no_run_to_resume_and_a_run_not_to_overwrite(cut: Trial, tmp_path: Path)
 # -- a full disk --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_on_the_disk(cut: Trial, unbroken: Trial, tmp_path: Path) -> None:
     """The kernel refuses to let a file grow: the run ends, what was saved before stays, and there is a way on."""
     trial = cut.on(folder=tmp_path / "run")
@@ -855,6 +894,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk(cut: Trial, unbroken: Trial,
     assert_same(trial.finished(), unbroken)
 
 
+@pytest.mark.slow
 def test_a_first_checkpoint_that_does_not_fit_on_the_disk(trial: Trial) -> None:
     ended = trial.go(file_limit=100_000)
     assert ended.status == 1, ended

@@ -97,6 +97,7 @@ def in_host(hosts: Network, number: int, *command: str) -> list[str]:
     return ["ip", "netns", "exec", hosts[number], *command]
 
 
+@pytest.mark.slow
 def test_nothing_of_a_local_run_listens_beyond_the_loopback_interface(text: Path, tmp_path: Path) -> None:
     """Seen from another host: no port of the one where replicas train takes a connection."""
     flags = ["train", "--replicas", "2", "--data", str(text), *SMALL, *LONG, "--out", "run"]
@@ -133,6 +134,7 @@ def dynamic(hosts: Network) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "warned"), [(static, 0), (dynamic, 1)], ids=["static", "c10d"])
 def test_a_rendezvous_that_unpickles_is_warned_of(form: object, warned: int, text: Path, tmp_path: Path) -> None:
     flags = ["--data", str(text), *SMALL, "--steps", "5", "--out", "run"]
@@ -148,6 +150,7 @@ def test_a_rendezvous_that_unpickles_is_warned_of(form: object, warned: int, tex
             assert all("--master-addr" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_is_named_on_every_other(text: Path, tmp_path: Path) -> None:
     """Its cable is pulled: no packet, no reset. The others name its rank; it names the one with the store."""
     flags = ["--data", str(text), *SMALL, *LONG, "--timeout", "20", "--out", "run@"]
@@ -167,6 +170,7 @@ def test_a_host_that_is_cut_off_is_named_on_every_other(text: Path, tmp_path: Pa
                 )
 
 
+@pytest.mark.slow
 def test_two_worlds_may_not_share_a_directory_on_a_host_without_rank_0(text: Path, tmp_path: Path) -> None:
     """Rank 1 of both is on the same host, with the same --out: the second world is refused as a whole."""
     flags = ["--data", str(text), *SMALL, *LONG, "--out"]

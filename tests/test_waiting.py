@@ -11,8 +11,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -28,12 +30,12 @@ from overtone.world import watchdog
 from overtone.world.board import Board
 from overtone.world.process_group import Torch
 from overtone.world.watchdog import LEAST, ROUNDS, SLOWEST, Watchdog
-from running import SUPPORT, Cold, Moment, Trial, before, running, surroundings, wait_until
+from running import SUPPORT, Cold, Moment, Trial, before, running, surroundings, wait_until, warm_starter
 from scenario import METHODS, backward, batches, build
 
 FROZEN = 1
-PATIENT = 8.0  # seconds, where all have been together a moment ago
-PATIENT_AT_START = "20"  # seconds, where processes have yet to import everything
+PATIENT = 12.0  # seconds, where all have been together a moment ago
+PATIENT_AT_START = 20.0  # seconds, where processes have yet to import everything
 TINY = ("--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--valid-samples", "8", "--batch", "2")
 PACE = ("--steps", "24", "--every", "4", "--checkpoint-every", "3", "--eval-every", "5", "--log-every", "1")
 
@@ -86,18 +88,27 @@ def freezing(moment: str) -> dict[str, object]:
     return {"told": "nothing"}
 
 
-@pytest.mark.parametrize("moment", ["joining", "round", "sum", "verdict", "finish"])
-def test_a_frozen_peer_is_named_on_every_survivor(moment: str, tmp_path: Path) -> None:
-    first, frozen, last = worlds.run(freezing, moment, size=3, folder=tmp_path)
-    assert frozen == {"died": -signal.SIGKILL}  # by this test, when the others had ended
-    for survivor in (first, last):
-        assert "value" in survivor, survivor
-        told = survivor["value"]["told"]
-        assert "rank 1 did not answer for" in told, told
-        assert "rank 0 did not" not in told
-        assert "rank 2 did not" not in told
-        assert "no weight was touched" in told
-        assert survivor["value"]["same"]
+@pytest.mark.slow
+def test_a_frozen_peer_is_named_on_every_survivor(tmp_path: Path) -> None:
+    """Five worlds at once: they do nothing but wait."""
+    moments = ("joining", "round", "sum", "verdict", "finish")
+
+    def world(moment: str) -> list[dict[str, Any]]:
+        (tmp_path / moment).mkdir()
+        return worlds.run(freezing, moment, size=3, folder=tmp_path / moment)
+
+    with ThreadPoolExecutor(len(moments)) as pool:
+        found = dict(zip(moments, pool.map(world, moments), strict=True))
+    for moment, (first, frozen, last) in found.items():
+        assert frozen == {"died": -signal.SIGKILL}, moment  # by this test, when the others had ended
+        for survivor in (first, last):
+            assert "value" in survivor, (moment, survivor)
+            told = survivor["value"]["told"]
+            assert "rank 1 did not answer for" in told, (moment, told)
+            assert "rank 0 did not" not in told, moment
+            assert "rank 2 did not" not in told, moment
+            assert "no weight was touched" in told, moment
+            assert survivor["value"]["same"], moment
 
 
 def late(folder: str) -> dict[str, str]:
@@ -119,6 +130,7 @@ def late(folder: str) -> dict[str, str]:
     return {"heard": "\n".join(heard)}
 
 
+@pytest.mark.slow
 def test_after_a_while_a_line_says_for_whom(tmp_path: Path) -> None:
     first, second, last = worlds.run(late, str(tmp_path), size=3, folder=tmp_path)
     waits, goes_on = first["value"]["heard"].splitlines()[:2]
@@ -180,6 +192,7 @@ def trial(tmp_path: Path) -> Trial:
     return Trial(Cold(), tmp_path / "run", ("--data", str(text), *TINY, *PACE), replicas=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [
@@ -191,7 +204,9 @@ def trial(tmp_path: Path) -> Trial:
 )
 def test_a_frozen_replica_ends_the_run_with_the_true_cause(moment: Moment, trial: Trial) -> None:
     """The launcher kills it in the end, and does not call that the cause."""
-    ended = trial.stopped_at(moment, "--timeout", PATIENT_AT_START)
+    cold = moment.where == "start"
+    starter, patience = (Cold(), PATIENT_AT_START) if cold else (warm_starter(), PATIENT)
+    ended = trial.on(starter=starter).stopped_at(moment, "--timeout", str(patience))
     assert ended.status == 1, ended
     (line,) = [line for line in ended.said.splitlines() if line.startswith("overtone: ")]
     assert "rank 1 did not answer for" in line, line
@@ -199,17 +214,18 @@ def test_a_frozen_replica_ends_the_run_with_the_true_cause(moment: Moment, trial
     assert "Traceback" not in ended.said
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_everything_at_once(trial: Trial) -> None:
     """Also where the replicas wait for one that is frozen, and can neither save nor stop."""
     moment = before("replica:Replica._propose", rank=1, count=2, does="freeze")
-    with running(trial.start(moment=moment)) as live:
+    with running(trial.on(starter=warm_starter()).start(moment=moment)) as live:
         wait_until(trial.note.exists, "the replica to freeze")
         pids = [int(p) for p in Path(f"/proc/{live.pid}/task/{live.pid}/children").read_text().split()]
         assert len(pids) == 3
         os.kill(live.pid, signal.SIGTERM)
         wait_until(lambda: b"a second signal" in live.read(), "the launcher to pass the first on")
         os.kill(live.pid, signal.SIGTERM)
-        ended = live.end(patience=60)
+        ended = live.end()
     assert ended.status == 128 + signal.SIGTERM
     assert "ended at once by a second signal" in ended.said
     assert "Traceback" not in ended.said
@@ -226,38 +242,42 @@ def is_importing(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_while_replicas_start(number: signal.Signals, trial: Trial) -> None:
     with running(trial.start()) as live:
         wait_until(lambda: len(children(live.pid)) == 3 and all(map(is_importing, children(live.pid))), "the replicas")
         os.kill(live.pid, number)
-        ended = live.end(patience=60)
+        ended = live.end()
     assert ended.status == 128 + number, ended
     assert "Traceback" not in ended.said
     assert "killed by" not in ended.said
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_ended_while_it_starts_ends_the_others(trial: Trial) -> None:
     with running(trial.start()) as live:
         wait_until(lambda: len(children(live.pid)) == 3 and all(map(is_importing, children(live.pid))), "the replicas")
         os.kill(children(live.pid)[1], signal.SIGTERM)
-        ended = live.end(patience=60)
+        ended = live.end()
     assert ended.status == 128 + signal.SIGTERM, ended
     assert "Traceback" not in ended.said
 
 
+@pytest.mark.slow
 def test_a_stop_sent_to_every_process_is_one_request(trial: Trial) -> None:
     """As a supervisor does that signals a whole group of processes: everything is saved, once."""
-    long = trial.on(flags=(*trial.flags, "--schedule", "constant", "--warmup", "0"))
+    long = trial.on(starter=warm_starter(), flags=(*trial.flags, "--schedule", "constant", "--warmup", "0"))
     with running(long.start("--steps", "1000000", "--checkpoint-every", "1000000")) as live:
         wait_until(lambda: (long.folder / log.NAME).exists() and len(long.raw("train")) > 20, "some steps")
         for pid in (live.pid, *children(live.pid)):
             os.kill(pid, signal.SIGTERM)
-        ended = live.end(patience=60)
+        ended = live.end()
     assert ended.status == 128 + signal.SIGTERM, ended
     assert f"SIGTERM: saved step {long.newest().step}" in ended.said
 
 
+@pytest.mark.slow
 def test_a_replica_that_freezes_after_its_last_word_is_named(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the launcher runs in this process, to be less patient."""
     monkeypatch.setattr(supervisor, "PATIENCE", 2.0)
@@ -269,6 +289,7 @@ def test_a_replica_that_freezes_after_its_last_word_is_named(trial: Trial, monke
         supervisor.spawn(["train", *trial.flags, "--out", str(trial.folder), "--steps", "4"], replicas=2, threads=1)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_nothing_in_the_temporary_directory(trial: Trial, tmp_path: Path) -> None:
     place = tmp_path / "tmp"
     place.mkdir()

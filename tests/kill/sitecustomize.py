@@ -116,7 +116,7 @@ DEEDS = {
 }
 
 
-def wait_for(condition: Any, what: str, seconds: float = 60.0) -> None:
+def wait_for(condition: Any, what: str, seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
