@@ -16,18 +16,19 @@ from statistics import median
 from typing import Any
 
 from overtone.runs import log
+from overtone.runs.events import Event
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = "--model gpt-neox-1m --context 64 --batch 8 --steps 600 --every 20"
 SAVING = "--model gpt-neox-70m --context 64 --batch 2 --steps 60 --every 10 --checkpoint-every 10 --valid-samples 16"
 
 
-def logged(flags: str, folder: Path) -> list[dict[str, Any]]:
+def logged(flags: str, folder: Path) -> list[Event]:
     subprocess.run([sys.executable, "-m", "overtone", "train", "--out", str(folder), *flags.split()], check=True)
     return log.read(folder)
 
 
-def of(records: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
+def of(records: list[Event], event: str) -> list[Any]:
     return [record for record in records if record["event"] == event]
 
 

@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def publish(found: Sequence[Cell]) -> list[history.History]:
     return published
 
 
-def _anonymous(record: log.Record) -> log.Record:
+def _anonymous(record: Mapping[str, Any]) -> Mapping[str, Any]:
     if "environment" not in record:
         return record
     environment = {key: value for key, value in record["environment"].items() if key not in ("hosts", "platform")}

@@ -20,7 +20,7 @@ from typing import Any
 
 SECONDS = 15  # a command line that takes longer hangs
 MODULES = (
-    "cli.commands", "runs.export", "runs.launch", "runs.session", "runs.simulate", "tasks.image.task",
+    "cli.commands", "runs.export", "runs.launch", "runs.open_run", "runs.simulate", "tasks.image.task",
     "tasks.text.task", "bench.codec",
 )  # fmt: skip
 

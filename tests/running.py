@@ -273,10 +273,10 @@ class Trial:
         lines = map(json.loads, (self.folder / runlog.NAME).read_text().splitlines())
         return [line for line in lines if line["event"] == event]
 
-    def newest(self) -> index.Mark:
+    def newest(self) -> index.CheckpointId:
         return index.complete(self.checkpoints)[-1]
 
-    def trees(self, mark: index.Mark | None = None) -> list[dict[str, Any]]:
+    def trees(self, mark: index.CheckpointId | None = None) -> list[dict[str, Any]]:
         """Everything of every replica in a checkpoint, without times and the upkeep's bytes."""
         mark = mark or self.newest()
         files = [index.file_of(self.checkpoints, mark, rank) for rank in range(mark.replicas)]

@@ -166,13 +166,13 @@ def test_real_replicas_save_before_they_stop_and_go_on(text: Path, tmp_path: Pat
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
     cell = out / compare.CELLS / "decoupled-seed0"
-    (stop,) = history.load(cell).all("stop")
+    (stop,) = [event for event in history.load(cell).events if event["event"] == "stop"]
     assert 0 < stop["step"] < 200
     assert history.load(cell).status == "stopped"
     code, _, stderr = run(out, text, *flags, **more)
     assert code == 0, stderr
     resumed = history.load(cell)
-    assert resumed.all("resume")[0]["step"] == stop["step"]
+    assert next(event["step"] for event in resumed.events if event["event"] == "resume") == stop["step"]
     known = toml.flat(Simulation())
     given = {key: value for key, value in resumed.config.items() if key in known and value is not None}
     virtual = simulate(replace(toml.updated(Simulation(), given, "test"), out=None))

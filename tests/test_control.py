@@ -16,7 +16,8 @@ from overtone.exchange.consensus import gather_sealed
 from overtone.exchange.message import HEADER_BYTES, Kind, Seal
 from overtone.ledger import Count, Ledger
 from overtone.runs import coordination, directory
-from overtone.runs.coordination import Asked, Pulse, Upkeep
+from overtone.runs.coordination import Coordinator, StopVote
+from overtone.runs.stop_signals import StopRequest
 from overtone.transport import run_exchange
 from overtone.world.process_group import Begun, Torch
 
@@ -69,11 +70,11 @@ def told_to_all() -> dict[str, str]:
     spoils = damages()
     for name, spoil in spoils.items():
         transport = Tampered()
-        mine = Upkeep(transport)
+        mine = Coordinator(transport)
         if rank == 2:
             transport.spoil = spoil
         try:
-            found[name] = str(mine.tell(["", rank]))
+            found[name] = str(mine.all_gather(["", rank]))
         except PeerError as error:
             found[name] = str(error)
         dist.barrier()
@@ -81,7 +82,9 @@ def told_to_all() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("key", ["", KEY], ids=["no key", "key"])
-def test_a_damaged_word_ends_alike_on_all_ranks(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_control_message_ends_alike_on_all_ranks(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OVERTONE_KEY", key)
     found = worlds.run(told_to_all, size=3, folder=tmp_path)
     for result in found:
@@ -93,16 +96,16 @@ def test_a_damaged_word_ends_alike_on_all_ranks(key: str, tmp_path: Path, monkey
         if name == "remember":
             assert words == "[['', 0], ['', 1], ['', 2]]"
         else:
-            assert "the word of rank 1 was refused by rank 2" in words, (name, words)
+            assert "the control message of rank 1 was refused by rank 2" in words, (name, words)
 
 
 def bad_words() -> dict[str, str]:
     """True messages of a liar that has the key: nothing in them may hurt."""
     rank, found = dist.get_rank(), {}
     for name, body in {"deep": b"[" * 200_000, "no text": b"\xff\xfe", "not JSON": b"stop!"}.items():
-        mine = Upkeep(Torch())
+        mine = Coordinator(Torch())
         said = body if rank == LIAR else b"1"
-        talk = gather_sealed("word", mine.header(1), said, range(2), mine.seal, coordination._value)
+        talk = gather_sealed("control message", mine.header(1), said, range(2), mine.seal, coordination._value)
         try:
             found[name] = str(run_exchange(talk, mine.transport))
         except OvertoneError as error:
@@ -116,11 +119,11 @@ def test_what_is_no_json_is_refused_by_all(tmp_path: Path) -> None:
     for result in found:
         assert "value" in result, result
         for name, words in result["value"].items():
-            assert "the word of rank 1 was refused by rank 0: word: cannot be read" in words, (name, words)
+            assert "the control message of rank 1 was refused by rank 0: body: not JSON" in words, (name, words)
 
 
-def all_or_none() -> dict[str, str]:
-    rank, mine = dist.get_rank(), Upkeep(Torch())
+def all_succeed() -> dict[str, str]:
+    rank, mine = dist.get_rank(), Coordinator(Torch())
 
     def works() -> int:
         return 3
@@ -131,43 +134,43 @@ def all_or_none() -> dict[str, str]:
     found = {}
     for name, work in {"well": works, "ill": fails if rank == LIAR else works}.items():
         try:
-            found[name] = str(mine.all_or_none(work))
+            found[name] = str(mine.all_succeed(work))
         except OvertoneError as error:
             found[name] = str(error)
     return found
 
 
 def test_what_one_rank_cannot_do_is_told_to_all_without_control_characters(tmp_path: Path) -> None:
-    here, there = (result["value"] for result in worlds.run(all_or_none, size=2, folder=tmp_path))
+    here, there = (result["value"] for result in worlds.run(all_succeed, size=2, folder=tmp_path))
     assert here["well"] == there["well"] == "3"
     assert there["ill"].startswith("no room")
     assert here["ill"] == "rank 1: no room\\x1b[2J\\nanywhere"
 
 
-# -- pulses --------------------------------------------------------------------------------------------------------
+# -- votes ---------------------------------------------------------------------------------------------------------
 
 
 class Slow:
     """Replicas of very different pace, without a training: what matters is who waits for whom."""
 
-    def __init__(self, asked: Asked) -> None:
-        coordination.SECONDS = 0.0
-        self.mine = Upkeep(Torch())
+    def __init__(self, asked: StopRequest) -> None:
+        coordination.SECONDS_BETWEEN_VOTES = 0.0
+        self.mine = Coordinator(Torch())
         self.mine.phase = "upkeep"
-        self.pulse = Pulse(self.mine, 0, asked)
+        self.vote = StopVote(self.mine, 0, asked)
 
 
 def free_running(folder: str) -> dict[str, float]:
     """Rank 0 takes a thousand steps while rank 1 takes none: it must not wait; then rank 1 follows."""
-    rank, asked = dist.get_rank(), Asked()
+    rank, asked = dist.get_rank(), StopRequest()
     world, gate = Slow(asked), Path(folder, "gate")
     if rank == 1:
         while not gate.exists():
             pass
     for step in range(1, 1001):
-        assert world.pulse.stop_after(step) == ""
+        assert world.vote.stop_after(step) == ""
     gate.touch()
-    world.pulse.close()
+    world.vote.close()
     counts = world.mine.transport.ledger.counts["upkeep"]
     return {"sent": counts.sent, "received": counts.received}
 
@@ -179,7 +182,7 @@ def test_a_fast_replica_does_not_wait_for_a_slow_one(tmp_path: Path) -> None:
         assert result["value"]["sent"] > 0
 
 
-def test_waiting_for_words_is_waiting() -> None:
+def test_waiting_for_control_messages_is_waiting() -> None:
     """Also where a run waits besides its rounds; not what it waited for before it began to train."""
     ledger = Ledger()
     for phase, seconds in {"setup": 1.0, "rounds": 2.0, "finish": 4.0, "upkeep": 8.0}.items():
@@ -189,14 +192,14 @@ def test_waiting_for_words_is_waiting() -> None:
 
 def asked_in_the_middle(folder: str) -> tuple[str, int]:
     """Rank 1 is asked at step 5; rank 0 is ahead, waiting for it in an exchange after step 8."""
-    rank, asked, gate = dist.get_rank(), Asked(), Path(folder, "gate")
+    rank, asked, gate = dist.get_rank(), StopRequest(), Path(folder, "gate")
     world = Slow(asked)
     for step in range(1, 100):
         if rank == 1 and step == 5:
             asked.name = "SIGINT"
         if step % 8 == 0:  # a round
-            world.mine.tell("round")
-        if why := world.pulse.stop_after(step):
+            world.mine.all_gather("round")
+        if why := world.vote.stop_after(step):
             gate.touch()
             return why, step
     raise AssertionError("nobody stopped")
@@ -213,7 +216,7 @@ def test_all_stop_after_the_same_step_wherever_they_are(tmp_path: Path) -> None:
 
 def altered_stop() -> str:
     """Somebody without the key turns «nobody was asked» into «stop»."""
-    asked = Asked()
+    asked = StopRequest()
     world = Slow(asked)
     opened = Begun.messages
 
@@ -226,20 +229,20 @@ def altered_stop() -> str:
     Begun.messages = altered  # type: ignore[method-assign]
     try:
         for step in range(1, 100):
-            if why := world.pulse.stop_after(step):
+            if why := world.vote.stop_after(step):
                 return f"stopped by {why}"
-            world.mine.tell("round")
+            world.mine.all_gather("round")
     except PeerError as error:
         return str(error)
     finally:
-        world.mine.transport.leave("refused a pulse")
+        world.mine.transport.leave("refused a vote")
     return "went on"
 
 
 def test_an_altered_stop_request_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERTONE_KEY", KEY)
     here, there = (result["value"] for result in worlds.run(altered_stop, size=2, folder=tmp_path))
-    assert here.startswith("the pulse of rank 1 was refused: HMAC")
+    assert here.startswith("the stop vote of rank 1 was refused: HMAC")
     assert "broke off" in there
 
 

@@ -165,7 +165,7 @@ def test_lies_under_a_valid_seal(loops: Kernels) -> None:
         believed += 1
         Gathered(other).open(message, EXPECTED, 1, MINE)
         reader = Reader(body)
-        receiver.setting.buffers.unpack(reader)
+        receiver.context.buffers.unpack(reader)
         for slab in receiver.layout.slabs:
             here = torch.zeros(slab.chunks, slab.area)
             CODEC.decode(reader, slab, loops).add_to(here)

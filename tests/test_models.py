@@ -21,7 +21,6 @@ from overtone import Cluster, Replica, Solo
 from overtone.errors import GaveUpError, MethodError, ModelError, OvertoneError, StateError, printable
 from overtone.ledger import Count
 from overtone.runs.checkpoint import format
-from overtone.runs.checkpoint import tree as nest
 from scenario import CONSENSUS, METHODS, SPEAKING, backward, batches, build, largest_difference, weights
 
 # -- parameters that are not those of the start ------------------------------------------------------------------------
@@ -280,7 +279,7 @@ def test_frozen_parameters_may_be_of_any_type(dtype: torch.dtype, tmp_path: Path
     for found in (first, second):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     tensors: dict[str, Tensor] = {}
-    tree = nest.apart(format.tree_of(cluster.replicas[0]), tensors)
+    tree = format.flatten(format.tree_of(cluster.replicas[0]), tensors)
     format.write(tmp_path / "here" / "one", tree, tensors)
     fresh = Replica(*make(1), METHODS["decoupled"], Solo())
     format.restore(fresh, format.read(tmp_path / "here" / "one"))

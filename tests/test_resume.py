@@ -90,11 +90,11 @@ def one_line(said: str) -> str:
 
 CHAINS = {
     "before there is a checkpoint": [
-        before("runs.session:Session._agree", fresh=True),
+        before("runs.open_run:_refuse_differences", fresh=True),
         after("runs.directory:claim", rank=0, fresh=True),
         before("world.process_group:Torch.broadcast", rank=1, fresh=True),
         after("exchange.handshake:compare_initial_weights", fresh=True),
-        after("runs.session:Session._say_start", fresh=True),
+        after("runs.session:Session._write_first_event", fresh=True),
         after("tasks.sharding:ShardedFeed.next", rank=1, count=2, fresh=True),
         before("runs.checkpoint.format:write", match="*step-00000003/*", fresh=True),
         Moment(SAVE_FILE, "half", rank=1, until=(file(3, 0),), fresh=True),
@@ -105,16 +105,16 @@ CHAINS = {
         before("runs.session:newest_common", rank=1),
         before("runs.checkpoint.format:restore", rank=1),
         after("runs.checkpoint.format:restore"),
-        before("runs.checkpoint.writer:Saver.forget_after"),
-        after("runs.checkpoint.writer:Saver.forget_after", rank=1),
+        before("runs.checkpoint.writer:CheckpointWriter.delete_after"),
+        after("runs.checkpoint.writer:CheckpointWriter.delete_after", rank=1),
         before("runs.directory:write_config"),
         Moment("overtone.runs.log:RunLog.write", "torn"),
         after("exchange.inner_step:InnerStep.take", rank=1, count=2),
         after("tasks.sharding:ShardedFeed.next", rank=1, count=5, until=saved(6)),
         Moment("overtone.runs.log:RunLog.write", "torn", count=4),
-        before("runs.session:measure", rank=1, step=10, until=saved(9)),
-        after("runs.session:measure", step=10),
-        after("runs.session:Session._evaluated", rank=1, step=15, until=saved(12)),
+        before("runs.evaluate:measure", rank=1, step=10, until=saved(9)),
+        after("runs.evaluate:measure", step=10),
+        after("runs.evaluate:RankEvaluator.evaluate", rank=1, step=15, until=saved(12)),
     ],
     "inside a round": [
         before("exchange.round:Exchanger.start", step=4, until=saved(3)),
@@ -140,11 +140,11 @@ CHAINS = {
         Moment("pathlib:Path.replace", "before", match="*step-00000006/.replica-0*", until=(file(6, 1),)),
         Moment("pathlib:Path.replace", "after", rank=1, match="*step-00000006/.replica-1*", until=(file(6, 0),)),
         after("runs.checkpoint.format:_flush", match="*/checkpoints", until=saved(9)),
-        before("runs.checkpoint.writer:Saver.prune"),
+        before("runs.checkpoint.writer:CheckpointWriter.prune"),
         Moment("pathlib:Path.unlink", "after", rank=1, match="*/replica-1-of-2.safetensors"),
         Moment("pathlib:Path.rmdir", "before", rank=0, match="*/step-*"),
-        after("runs.checkpoint.writer:Saver.prune", rank=1),
-        after("runs.checkpoint.writer:Saver.save", rank=0),
+        after("runs.checkpoint.writer:CheckpointWriter.prune", rank=1),
+        after("runs.checkpoint.writer:CheckpointWriter.save", rank=0),
     ],
     "at the end": [
         before("tasks.text.task:LanguageTask.loss", step=22, until=saved(21)),
@@ -157,8 +157,8 @@ CHAINS = {
         before("runs.session:Session._save", rank=0, step=24),
         Moment(SAVE_FILE, "half", rank=0, until=(file(24, 1),)),
         before("runs.checkpoint.format:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
-        before("runs.session:Session._evaluated", rank=1, step=24, until=saved(24)),
-        after("runs.session:Session._evaluated", rank=0, step=24),
+        before("runs.evaluate:RankEvaluator.evaluate", rank=1, step=24, until=saved(24)),
+        after("runs.evaluate:RankEvaluator.evaluate", rank=0, step=24),
     ],
 }  # fmt: skip
 
@@ -180,7 +180,7 @@ def test_a_run_killed_at_every_moment_ends_as_if_never_disturbed(
 
 def test_killed_after_the_last_checkpoint_but_before_the_log_says_so(trial: Trial, unbroken: Trial) -> None:
     """Everything is saved; only the closing line is missing."""
-    trial.stopped_at(after("runs.checkpoint.writer:Saver.settle", step=STEPS, count=2))
+    trial.stopped_at(after("runs.checkpoint.writer:CheckpointWriter.wait", step=STEPS, count=2))
     assert trial.newest().step == STEPS
     assert_same(trial.finished(), unbroken)
 
@@ -231,7 +231,7 @@ MOMENTS = [
     after("exchange.round:compare_anchors", rank=0, step=8, until=saved(6)),
     Moment(SAVE_FILE, "half", rank=1, until=(file(9, 0),)),
     after("coding.layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
-    before("runs.session:measure", rank=0, step=20, until=saved(18)),
+    before("runs.evaluate:measure", rank=0, step=20, until=saved(18)),
     before("runs.checkpoint.format:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
 ]
 
@@ -322,7 +322,7 @@ def test_killed_in_the_middle_of_the_very_first_line_of_the_log(trial: Trial, un
 
 def test_killed_before_the_configuration_is_written(trial: Trial, unbroken: Trial) -> None:
     """The log is there and empty. One of the two ways to start must be open."""
-    trial.stopped_at(before("runs.session:Session._say_start", rank=1, until=(runlog.NAME,)))
+    trial.stopped_at(before("runs.session:Session._write_first_event", rank=1, until=(runlog.NAME,)))
     tries = [trial.go(resume=resume) for resume in (False, True)]
     assert 0 in [ended.status for ended in tries], tries
     assert_same(trial, unbroken)
@@ -360,7 +360,7 @@ def test_asked_to_stop_it_saves_first(trial: Trial, unbroken: Trial) -> None:
     loss = "tasks.text.task:LanguageTask.loss"
     for moment, first, name in (
         (before(loss, rank=1, step=1, does="interrupt launcher"), 2, "SIGINT"),
-        (after("runs.session:measure", step=10, does="terminate launcher"), 10, "SIGTERM"),
+        (after("runs.evaluate:measure", step=10, does="terminate launcher"), 10, "SIGTERM"),
         (after("exchange.round:Exchanger.start", rank=1, step=16, does="terminate launcher"), 16, "SIGTERM"),
     ):
         ended = attentive.stopped_at(moment)
@@ -458,14 +458,14 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
     old, new = change
     trial = rare.on(replicas=old)
     trial.stopped_at(after("exchange.inner_step:InnerStep.take", rank=1, count=11, until=saved(9, old)))
-    assert trial.newest() == index.Mark(9, False, old)
+    assert trial.newest() == index.CheckpointId(9, False, old)
     then = trial.trees()
     assert all(tree["replica"]["counts"] == {"steps": 9, "rounds": 1, "steps_at_round": 8} for tree in then)
 
     # What the rule says, on the files themselves.
     files = [index.file_of(trial.checkpoints, trial.newest(), rank) for rank in range(old)]
-    blended = [format.blend(files, consensus=True, rank=rank) for rank in range(new)]
-    for tree in blended:
+    folded = [format.fold(files, consensus=True, rank=rank) for rank in range(new)]
+    for tree in folded:
         for name in ("anchor", "momentum"):
             assert torch.equal(tree["replica"]["state"][name], then[0]["replica"]["state"][name])
     for pick in (
@@ -473,13 +473,13 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
         *(lambda t, n=n: t["model"][n] for n in then[0]["model"]),
     ):
         wanted = mean_of([pick(tree) for tree in then])
-        assert torch.allclose(mean_of([pick(tree) for tree in blended]), wanted, atol=1e-6, rtol=0)
+        assert torch.allclose(mean_of([pick(tree) for tree in folded]), wanted, atol=1e-6, rtol=0)
 
     # The same in the run: until the next round a step moves the weights only.
     changed = trial.on(replicas=new)
     ended = changed.stopped_at(after_step_12(new))
     assert f"goes on from step 9, saved by {old} replicas" in ended.said
-    now = changed.trees(index.Mark(12, False, new))
+    now = changed.trees(index.CheckpointId(12, False, new))
     for tree in now:
         for name in ("anchor", "momentum"):
             assert torch.equal(tree["replica"]["state"][name], then[0]["replica"]["state"][name])
@@ -519,7 +519,7 @@ def test_killed_after_the_number_changed_it_changes_again_alike(trial: Trial, tm
     shutil.copytree(trial.folder, other.folder)
     other.finished()
     for moment in (
-        after("runs.checkpoint.writer:Saver.forget_after", rank=1),
+        after("runs.checkpoint.writer:CheckpointWriter.delete_after", rank=1),
         after("exchange.round:Exchanger._absorb", rank=1, step=8),
         before("runs.checkpoint.format:write", rank=1, match="*step-00000009/*", until=(file(9, 0),)),
         after("exchange.round:Exchanger._absorb", rank=1, step=12, until=saved(9)),
@@ -537,7 +537,7 @@ def test_another_number_of_replicas_without_consensus(change: tuple[int, int], r
     then = trial.trees()
     changed = trial.on(replicas=new)
     changed.stopped_at(after_step_12(new))
-    for rank, tree in enumerate(changed.trees(index.Mark(12, False, new))):
+    for rank, tree in enumerate(changed.trees(index.CheckpointId(12, False, new))):
         assert_equal(tree["replica"]["state"], then[rank % old]["replica"]["state"], f"replica {rank}")
         assert_equal(tree["replica"]["signal"], then[rank % old]["replica"]["signal"], f"replica {rank}")
     changed.finished()

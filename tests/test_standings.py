@@ -32,22 +32,31 @@ def tell(tmp_path: Path) -> Tell:
         config = Simulation(choice=MethodChoice(method, **numbers), seed=seed, replicas=more.pop("replicas", 4))
         row = config.choice.build()
         start = {
-            "event": "start", "step": 0, "simulated": True, "method": method, "numbers": row.numbers(),
+            "event": "start", "step": 0, "time": 0.0, "format": 1, "folder": "runs/one", "simulated": True,
+            "method": method, "numbers": row.numbers(),
             "consensus": row.consensus, "parameters": 1000, "steps": steps, "unit": "tokens", "units_per_step": 64,
             "data": {"name": "a text", "fingerprint": "f00"}, "config": toml.flat(config.resolved()),
-            "environment": {"overtone": "0.1.0", "versions": {"torch": "2"}, "command": ["overtone"], "world": 1},
+            "environment": {
+                "overtone": "0.1.0", "python": "3", "versions": {"torch": "2"}, "commit": "", "command": ["overtone"],
+                "world": 1,
+            },
             **more,
         }  # fmt: skip
         lines: list[dict[str, Any]] = [start]
         for step in (10, 20, 30):
             so_far = {"bytes_sent": sent * step // 30, "bytes_received": 0, "hops": step, "seconds": 1.0, "units": 0}
             shown = 9 - step * (9 - loss) / 30
-            lines.append({"event": "train", "step": step, "loss": shown, **so_far})
-            ends = {"rounds": 3, "rounds_finish": 0, "waiting_share": 0.5, "bytes": {}} if step == 30 else {}
+            speed = {"lr": 0.1, "units_per_second": 1.0, "seconds_left": 0.0, "waiting_share": 0.5}
+            lines.append({"event": "train", "step": step, "time": 0.0, "loss": shown, **so_far, **speed})
+            ends = {
+                "rounds": 3, "rounds_finish": 0, "waiting_share": 0.5, "bytes": {}, "anchor_fingerprint": "f",
+                "shares": {}, "seconds_starting": 0.0, "sample": "",
+            } if step == 30 else {}  # fmt: skip
             lines.append(
                 {
                     "event": "finish" if step == 30 else "eval",
                     "step": step,
+                    "time": 0.0,
                     "metrics": {"loss": shown},
                     "drift": 0.1,
                     "metrics_average": {"loss": shown + 1},
@@ -74,7 +83,7 @@ def test_words_of_a_foreign_log_do_no_harm(tell: Tell) -> None:
     terminal; numbers stay numbers."""
     evil = "=cmd()<script>alert(1)</script>\x1b]0;x\x07"
     run = tell("decoupled", -2.0, data={"name": evil, "fingerprint": "f00"}, unit="@SUM(A1)")
-    run.records[-1]["metrics"]["+evil"] = -1.5
+    run.events[-1]["metrics"]["+evil"] = -1.5
     groups = standings.groups([run])
     assert "<script>" not in table.markdown(groups)
     assert "&lt;script&gt;" in table.markdown(groups)
@@ -167,16 +176,16 @@ def test_without_consensus_there_are_two_rows(tell: Tell) -> None:
     assert mine["published"].loss == 2.0
     assert mine["published, mean"].loss == 3.0
     assert mine["published"].drift == 0.1
-    assert any("no shared model" in mark for mark in mine["published"].marks)
-    assert not mine["diloco"].marks
+    assert any("no shared model" in text for text in mine["published"].caveats)
+    assert not mine["diloco"].caveats
 
 
 def test_what_went_wrong_is_marked_and_never_dropped(tell: Tell, tmp_path: Path) -> None:
     group = one_group(
         tell("alone", 3.0, 0), tell("ddp", math.nan), tell("diloco", 2.0, ended=False), tell("decoupled", 12.0)
     )
-    marks = {row.label: row.marks for row in group.rows}
-    assert marks == {
+    caveats = {row.label: row.caveats for row in group.rows}
+    assert caveats == {
         "alone": [],
         "ddp": ["diverged: its loss is not finite"],
         "diloco": ["unfinished at step 20 of 30"],
@@ -204,7 +213,7 @@ def test_claims_are_of_finished_runs_only(tell: Tell) -> None:
     assert group.ddp is None
     assert (rows["diloco"].loss, rows["diloco"].spread, rows["diloco"].bytes) == (2.0, None, 1000)
     assert rows["decoupled"].loss is not None
-    assert rows["decoupled"].marks == ["unfinished at step 20 of 30"]
+    assert rows["decoupled"].caveats == ["unfinished at step 20 of 30"]
 
 
 def test_a_reference_that_diverged_is_none(tell: Tell) -> None:
@@ -223,15 +232,15 @@ def test_the_same_run_twice_is_shown_twice(tell: Tell) -> None:
 
 def test_another_number_of_replicas_on_the_way(tell: Tell) -> None:
     run, folded = tell("diloco", 2.0), tell("diloco", 2.0, folded=True, from_replicas=2)
-    records = [{**record, **({"event": "resume"} if record["event"] == "start" else {})} for record in folded.records]
-    first, second = standings.groups([run, history.History(folded.path, records)])
+    events = [{**event, **({"event": "resume"} if event["event"] == "start" else {})} for event in folded.events]
+    first, second = standings.groups([run, history.History(folded.path, events)])
     assert "other replicas for a part of it" in (standings.difference(second, first) or "")
-    assert second.rows[0].marks == ["had 2 replicas up to step 0"]
+    assert second.rows[0].caveats == ["had 2 replicas up to step 0"]
 
 
 def test_words_from_a_log_are_no_markup(tell: Tell) -> None:
     run = tell("diloco", 2.0, ended=False)
-    stopped = history.History(run.path, [*run.records, {"event": "fail", "step": 20, "why": "[/tmp/x] is gone"}])
+    stopped = history.History(run.path, [*run.events, {"event": "fail", "step": 20, "why": "[/tmp/x] is gone"}])
     console = Console(file=io.StringIO(), width=200)
     console.print(table.terminal(one_group(stopped)))
     assert isinstance(console.file, io.StringIO)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import math
 import os
 import subprocess
@@ -23,16 +22,16 @@ from torch import nn
 
 import overtone
 import worlds
-from overtone.errors import DamagedLogWarning, OvertoneError, RunError, RunLogError
+from overtone.errors import DamagedLogWarning, OvertoneError, RunError
 from overtone.report import history
 from overtone.runs import log as runlog
 from overtone.runs import optimizers, toml, trackers
 from overtone.runs.checkpoint import format, index
-from overtone.runs.checkpoint import tree as nest
 from overtone.runs.config import MethodChoice, Run, Saving, Simulation, Training
+from overtone.runs.evaluate import evaluate
 from overtone.runs.export import export
 from overtone.runs.live import View
-from overtone.runs.loop import evaluate
+from overtone.runs.open_run import open_run
 from overtone.runs.session import Session
 from overtone.runs.simulate import simulate
 from overtone.tasks import Image, Language, TaskOptions, load_task
@@ -65,7 +64,7 @@ def small(text: str, tmp_path: Path) -> Run:
 
 
 def run(config: Run, *, resume: bool = False) -> dict[str, Any]:
-    return Session(config, overtone.Solo(), resume=resume).run()
+    return open_run(config, overtone.Solo(), resume=resume).run()
 
 
 def events(config: Run, event: str) -> list[dict[str, Any]]:
@@ -119,7 +118,7 @@ def test_every_optimiser_resumes_to_the_bit(inner: Any, schedule: Any, small: Ru
     training = replace(small.training, inner=inner, schedule=schedule)
     whole = run(replace(small, training=training))
     cut = replace(small, out=tmp_path / "cut", training=training)
-    session = Session(cut, overtone.Solo(), resume=False)
+    session = open_run(cut, overtone.Solo(), resume=False)
     session._save = _dies_at(session, 10)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         session.run()
@@ -133,8 +132,7 @@ def _dies_at(session: Session, step: int) -> Any:
 
     def dying(**options: bool) -> None:
         if session.replica.steps == step:
-            session.saver.settle()
-            assert session.lock is not None
+            session.writer.wait()
             session.lock.close()
             raise KeyboardInterrupt
         save(**options)
@@ -254,25 +252,6 @@ def test_the_log_opens_with_configuration_and_environment(small: Run) -> None:
     assert sum(rest[-1]["shares"].values()) == pytest.approx(1.0)
 
 
-def test_a_log_that_was_cut_reads_as_if_it_had_not_been(tmp_path: Path) -> None:
-    file = tmp_path / runlog.NAME
-
-    def line(event: str, step: int, **more: Any) -> str:
-        return json.dumps({"event": event, "step": step, **more}) + "\n"
-
-    file.write_text(line("start", 0) + line("train", 1) + line("train", 2) + '{"event": "tr')
-    assert [r["step"] for r in runlog.read(tmp_path)] == [0, 1, 2]
-    log = runlog.RunLog(tmp_path)
-    log.write("resume", 1)
-    log.write("train", 2)
-    log.close()
-    assert [(r["event"], r["step"]) for r in runlog.read(file)] == [
-        ("start", 0), ("train", 1), ("resume", 1), ("train", 2),
-    ]  # fmt: skip
-    with pytest.raises(RunLogError, match="give the directory of a run"):
-        runlog.read(tmp_path / "nowhere")
-
-
 DAMAGE = {
     "a cut line": (b'{"event": "tr', True),
     "another program's": (b'{"event": 3, "step": "x"}', True),
@@ -352,7 +331,7 @@ def test_a_forged_checkpoint_is_refused_in_one_line(part: str, stopped: Run) -> 
             here = here[first]
         here[name] = value
         tensors: dict[str, torch.Tensor] = {}
-        plain = nest.apart(tree, tensors)
+        plain = format.flatten(tree, tensors)
         format.write(path, plain, tensors)
         begun = time.monotonic()
         try:
@@ -492,7 +471,7 @@ def test_an_exported_classifier_loads_elsewhere(stem: Any, small: Run, tmp_path:
 
 def test_export_in_the_middle_of_a_run_is_of_the_anchor(small: Run, tmp_path: Path) -> None:
     """At step 10, in the middle of a round, the shared model is that of the round at step 8."""
-    session = Session(small, overtone.Solo(), resume=False)
+    session = open_run(small, overtone.Solo(), resume=False)
     session._save = _dies_at(session, 12)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         session.run()
@@ -514,7 +493,7 @@ def test_there_is_nothing_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_flags_of_a_resumed_run_count(small: Run) -> None:
     run(small)
     decayed = replace(small, training=replace(small.training, weight_decay=0.7, steps=16))
-    session = Session(decayed, overtone.Solo(), resume=True)
+    session = open_run(decayed, overtone.Solo(), resume=True)
     assert {group["weight_decay"] for group in session.replica.inner.param_groups} == {0.7}
     session.run()
     assert events(small, "resume")[0]["config"]["weight_decay"] == 0.7
@@ -547,6 +526,27 @@ def _start(config: Run, differ: dict[str, Any]) -> None:
 
     rank = connect().rank
     launch.one_replica(toml.updated(config, differ if rank else {}, "test"), resume=False)
+
+
+def _named_on_rank_1(config: Run, folder: Path) -> str:
+    from overtone.world.join import connect
+
+    transport = connect()
+    config = replace(config, out=folder if transport.rank else None)
+    return open_run(config, transport, resume=False).run()["anchor_fingerprint"]
+
+
+def test_a_directory_may_be_named_on_some_hosts_only(
+    small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts may have disks of their own. All ranks go through the same collectives all the same."""
+    monkeypatch.chdir(tmp_path)
+    found = worlds.run(_named_on_rank_1, small, tmp_path / "mine", size=2, folder=tmp_path)
+    assert "value" in found[0], found
+    assert found[0] == found[1]
+    (elected,) = (tmp_path / "runs").iterdir()
+    assert (elected / runlog.NAME).exists()
+    assert not (tmp_path / "mine" / runlog.NAME).exists()
 
 
 @pytest.mark.parametrize(

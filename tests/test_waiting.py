@@ -184,7 +184,7 @@ def trial(tmp_path: Path) -> Trial:
     [
         Moment("start", rank=1, does="freeze"),
         before("runs.checkpoint.format:write", rank=1, does="freeze"),
-        before("runs.checkpoint.writer:Saver.settle", rank=1, count=3, does="freeze"),
+        before("runs.checkpoint.writer:CheckpointWriter.wait", rank=1, count=3, does="freeze"),
     ],
     ids=["joining", "writing a checkpoint", "a checkpoint's end"],
 )

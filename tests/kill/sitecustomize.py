@@ -23,20 +23,20 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "OVERTONE_MOMENT"
-PULSE = "OVERTONE_PULSE"  # seconds between two pulses, in place of the program's own
-LATEST: dict[str, Any] = {}  # the newest Replica and Pulse of this process, by the name of the class
+PULSE = "OVERTONE_PULSE"  # seconds between two stop votes, in place of the program's own
+LATEST: dict[str, Any] = {}  # the newest Replica and StopVote of this process, by the name of the class
 
 
 def arm() -> None:
     """Wrap what the environment names; overtone has been imported."""
     if PULSE in os.environ:
-        importlib.import_module("overtone.runs.coordination").SECONDS = float(os.environ[PULSE])
+        importlib.import_module("overtone.runs.coordination").SECONDS_BETWEEN_VOTES = float(os.environ[PULSE])
     if VARIABLE not in os.environ:
         return
     moment = json.loads(os.environ[VARIABLE])
     if str(moment["rank"]) != os.environ.get("RANK", "0") or moment["where"] == "start":
         return
-    for where in ("overtone.replica:Replica", "overtone.runs.coordination:Pulse"):
+    for where in ("overtone.replica:Replica", "overtone.runs.coordination:StopVote"):
         _remember(*_find(f"{where}.__init__"))
     owner, name = _find(moment["where"])
     setattr(owner, name, _wrapped(getattr(owner, name), moment))
@@ -74,7 +74,7 @@ def _wrapped(function: Any, moment: dict[str, Any]) -> Any:
             return function(*args, **kwargs)
         if moment["edge"] == "torn":  # half of a line of the run log
             log, event, *_ = args
-            log._file.write(json.dumps({"event": event, "step": step, "time": 0.0})[:-9])
+            log._file.write(json.dumps(event)[:40])
             log._file.flush()
             act(moment)
         found = function(*args, **kwargs)
@@ -101,7 +101,7 @@ def kill_all() -> None:
 def send(pid: int, number: signal.Signals) -> None:
     """And go on only when this replica knows of it."""
     os.kill(pid, number)
-    wait_for(lambda: LATEST["Pulse"].asked.name, f"{number.name} to arrive")
+    wait_for(lambda: LATEST["StopVote"].request.name, f"{number.name} to arrive")
 
 
 DEEDS = {
@@ -125,10 +125,10 @@ def wait_for(condition: Any, what: str, seconds: float = 60.0) -> None:
 
 
 class _OnceLoaded(importlib.abc.MetaPathFinder):
-    """Arms as soon as overtone.session, and with it all the rest, has been imported."""
+    """Arms as soon as overtone.runs.open_run, and with it all the rest, has been imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        if name != "overtone.runs.session":
+        if name != "overtone.runs.open_run":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -128,7 +128,7 @@ if __name__ == "__main__":
     import torch._dynamo  # every optimiser loads it
     import torch.utils.tensorboard
 
-    for name in ("cli.commands", "runs.launch", "runs.session", "tasks.text.task", *sys.argv[2:]):
+    for name in ("cli.commands", "runs.launch", "runs.open_run", "tasks.text.task", *sys.argv[2:]):
         importlib.import_module(f"overtone.{name}")
     torch.set_num_threads(1)
     channel = socket.socket(fileno=int(sys.argv[1]))

@@ -19,8 +19,8 @@ from overtone.methods import ddp, decoupled
 from overtone.replica import Replica
 from overtone.runs import optimizers
 from overtone.runs.config import TrainBench, Training
-from overtone.runs.coordination import Upkeep
-from overtone.runs.loop import Own, local_steps
+from overtone.runs.coordination import Coordinator
+from overtone.runs.loop import SingleReplica, local_steps
 from overtone.tasks import Task, load_task
 from overtone.transport import Solo, Transport
 from overtone.world.join import connect
@@ -33,7 +33,7 @@ def run(bench: TrainBench) -> dict[str, Any]:
     transport = connect()
     task = load_task(bench.task)
     training = Training(steps=10**9, batch=bench.batch, warmup=0, schedule="constant", inner_lr=1e-3)
-    tell = Upkeep(transport).tell
+    tell = Coordinator(transport).all_gather
     found: dict[str, dict[str, float]] = {}
     if transport.size > 1:
         theirs = _bare(task, training, bench.steps, transport, around=DistributedDataParallel)
@@ -87,7 +87,7 @@ def _ours(task: Task, training: Training, steps: int, transport: Transport, meth
     model = _model(task)
     replica = Replica(model, optimizers.build(model, training), method, transport)
     feed = task.feed(transport.rank, transport.size, batch=training.batch, seed=0, skew=0.0)
-    loop = local_steps(Own(replica), task, {transport.rank: feed}, training)
+    loop = local_steps(SingleReplica(replica), task, {transport.rank: feed}, training)
 
     def segment() -> float:
         begin = time.perf_counter()

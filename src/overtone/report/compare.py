@@ -22,7 +22,7 @@ from overtone.errors import ConfigError
 from overtone.methods import METHODS, takes
 from overtone.report import history
 from overtone.report.history import History
-from overtone.runs import coordination, directory, toml
+from overtone.runs import directory, stop_signals, toml
 from overtone.runs.config import Comparison, MethodChoice, Network, Run, Saving, Simulation
 from overtone.tasks import refuse_missing
 
@@ -142,7 +142,7 @@ def make(found: Sequence[Cell], *, workers: int, watch: Watch) -> dict[Path, Pro
     waiting = [cell for cell in found if states[cell.folder].state == "waiting"]
     running: list[_Running] = []
     try:
-        _interrupt_on(coordination.heeded())
+        _interrupt_on(stop_signals.heeded())
         while waiting or running:
             while waiting and len(running) < workers:
                 running.append(_Running(waiting.pop(0)))
@@ -207,11 +207,11 @@ def _progress(found: History | None, state: str, words: str = "") -> Progress:
     """From the end of a cell's log."""
     if found is None:
         return Progress(state, words=words)
-    trained = found.all("train")
+    trained = found.trained
     loss = found.loss() if found.finish else trained[-1]["loss"] if trained else None
-    latest = found.finish or (trained[-1] if trained else {})
-    words = words or "; ".join(found.marks)
-    return Progress(state, found.steps_done, loss, latest.get("bytes_sent", 0), words)
+    latest = found.finish or (trained[-1] if trained else None)
+    words = words or "; ".join(found.caveats)
+    return Progress(state, found.steps_done, loss, latest["bytes_sent"] if latest else 0, words)
 
 
 class _Running:

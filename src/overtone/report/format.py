@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Runs in a few words, for the terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from overtone.common.limits import human_bytes
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """What runs that are compared have in common."""
+    """One line on what the runs of a group have in common."""
     return (
         f"{facts['parameters']:,} parameters, {facts['replicas']} replicas, {facts['steps']} steps, "
         f"{facts['units'] // facts['replicas']:,} {facts['unit']} per replica ({facts['data']})"
@@ -17,7 +17,7 @@ def headline(facts: Mapping[str, Any]) -> str:
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """A simulated run in a few lines."""
+    """The result of a simulation in a few lines."""
     replicas, units = result["replicas"], result["units_per_replica"]
     facts = {**result, "units": units * replicas, "data": result["data"]["name"]}
     return (

@@ -1,4 +1,4 @@
-"""One run as its log tells it: what it was, how it went, how it ended."""
+"""One run, read from its log: what it was, how it went, how it ended."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from overtone.errors import NotALogError, OvertoneError, RunLogError
-from overtone.runs import log as runlog
-from overtone.runs import toml
+from overtone.errors import NotALogError, OvertoneError
+from overtone.runs import log, toml
 from overtone.runs.config import Run, Simulation
-from overtone.runs.log import Record
+from overtone.runs.events import Eval, Event, Fail, Finish, Opening, Resume, RoundDone, Stop, Train
 
-PLACE = frozenset(("out", "json", "device", "threads", "timeout", "port", "track"))  # where a run is, not what
-# What does not set a row apart: seeds make one row, the runs of a group share replicas, model and data (whatever the
-# path), and when something was written or which network was imagined says nothing about the science.
+MetricsOf = Literal["metrics", "metrics_average"]  # of the shared model (or replica 0), of the mean of all replicas
+PLACE = frozenset(("out", "json", "device", "threads", "timeout", "port", "track"))  # say where a run is
+# Options that do not set a row apart. Runs that differ in their seed form one row; the runs of a group share replicas,
+# model and data, whatever the paths; the rest (how often something is written, the virtual network) does not change
+# what is learnt.
 ASIDE = PLACE | frozenset(
     (
         "seed", "replicas", "task", "model", "data", "tokenizer", "bandwidth", "latency", "step_seconds", "eval_every",
@@ -29,78 +30,120 @@ ASIDE = PLACE | frozenset(
 
 @dataclass(frozen=True)
 class History:
+    """One run: its directory (or the path of its log), and its events in order."""
+
     path: Path
-    records: Sequence[Record]
+    events: Sequence[Event]
 
     @property
     def has_begun(self) -> bool:
-        return any(r["event"] in ("start", "resume") for r in self.records)
+        """Whether there is a first event."""
+        return any(event["event"] in ("start", "resume") for event in self.events)
 
     @cached_property
-    def start(self) -> Record:
-        """As the last session of the run began."""
-        return next(r for r in reversed(self.records) if r["event"] in ("start", "resume"))
-
-    def all(self, event: str) -> list[Record]:
-        return [r for r in self.records if r["event"] == event]
+    def start(self) -> Opening:
+        """The first event of the last session."""
+        found: list[Opening] = [
+            event for event in self.events if event["event"] == "start" or event["event"] == "resume"
+        ]
+        return found[-1]
 
     @cached_property
-    def finish(self) -> Record | None:
-        found = self.all("finish")
+    def trained(self) -> list[Train]:
+        """The events of training."""
+        return [event for event in self.events if event["event"] == "train"]
+
+    @cached_property
+    def exchanged(self) -> list[RoundDone]:
+        """The events of rounds. Methods that exchange at each step do not log every round."""
+        return [event for event in self.events if event["event"] == "round"]
+
+    @cached_property
+    def finish(self) -> Finish | None:
+        """The last event, if the run has finished."""
+        found = [event for event in self.events if event["event"] == "finish"]
         return found[-1] if found else None
+
+    @cached_property
+    def evals(self) -> list[Eval | Finish]:
+        """All validations; the last event of a finished run is one too."""
+        found: list[Eval | Finish] = [event for event in self.events if event["event"] == "eval"]
+        return [*found, *([self.finish] if self.finish else [])]
+
+    @property
+    def last_eval(self) -> Eval | Finish | None:
+        """The newest validation."""
+        return self.evals[-1] if self.evals else None
+
+    @cached_property
+    def folds(self) -> list[Resume]:
+        """The moments when the run continued with another number of replicas."""
+        return [event for event in self.events if event["event"] == "resume" and event["folded"]]
+
+    @cached_property
+    def _stop(self) -> Stop | Fail | None:
+        stopped: list[Stop | Fail] = [event for event in self.events if event["event"] == "stop"]
+        found = [*stopped, *self._failed]
+        return found[-1] if found else None
+
+    @cached_property
+    def _failed(self) -> list[Fail]:
+        return [event for event in self.events if event["event"] == "fail"]
 
     @property
     def config(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.start["config"]
-        return found
+        """The configuration, by the names of flags."""
+        return self.start["config"]
 
     @property
     def method(self) -> str:
-        return str(self.start["method"])
+        """The name of the method."""
+        return self.start["method"]
 
     @property
     def seed(self) -> int:
+        """The seed of initial weights and data order."""
         return int(self.config["seed"])
 
     @property
     def simulated(self) -> bool:
-        return bool(self.start["simulated"])
+        """Whether the replicas were virtual."""
+        return self.start["simulated"]
 
     @property
     def replicas(self) -> int:
+        """How many replicas trained, in the last session."""
         return int(self.config["replicas"] if self.simulated else self.start["environment"]["world"])
 
     @property
     def rounds(self) -> int:
-        """Not counting the last messages."""
+        """Rounds so far, without the last messages."""
         if self.finish is not None:
-            return int(self.finish["rounds"])
-        return max((int(r["index"]) + 1 for r in self.all("round")), default=0)
+            return self.finish["rounds"]
+        return max((event["index"] + 1 for event in self.exchanged), default=0)
 
     @property
     def steps_done(self) -> int:
-        return int(self.records[-1]["step"])
+        """Local steps so far."""
+        return self.events[-1]["step"]
 
     @property
     def has_average(self) -> bool:
-        """Replicas that exchange without ever agreeing: what counts is replica 0 as much as their mean."""
+        """Whether replicas exchange but never share one model. Then the mean of all replicas counts as much as replica
+        0."""
         return not self.start["consensus"] and self.start["numbers"]["every"] is not None
 
-    @cached_property
-    def evals(self) -> list[Record]:
-        return [*self.all("eval"), *([self.finish] if self.finish else [])]
+    def metrics(self, of: MetricsOf = "metrics") -> dict[str, float]:
+        """The newest validation metrics; empty if there are none."""
+        return metrics_of(self.last_eval, of) if self.last_eval else {}
 
-    @cached_property
-    def last_eval(self) -> Record | None:
-        return self.evals[-1] if self.evals else None
-
-    def loss(self, of: str = "metrics") -> float | None:
-        """The newest validation loss; ``of="metrics_average"`` is that of the replicas' mean."""
-        return self.last_eval.get(of, {}).get("loss") if self.last_eval else None
+    def loss(self, of: MetricsOf = "metrics") -> float | None:
+        """The newest validation loss; with ``of="metrics_average"``, that of the mean of all replicas."""
+        return self.metrics(of).get("loss")
 
     @property
     def status(self) -> str:
-        """finished, diverged, stopped (it said so) or unfinished (it did not: killed, or still running)."""
+        """finished; diverged; stopped (its log says so); or unfinished (killed, or still running)."""
         if self._divergence:
             return "diverged"
         if self.finish is not None:
@@ -109,22 +152,12 @@ class History:
 
     @property
     def is_over(self) -> bool:
-        """It finished, or it gave up and would again."""
-        return self.finish is not None or bool(self.all("fail"))
-
-    @cached_property
-    def _stop(self) -> Record | None:
-        found = [*self.all("stop"), *self.all("fail")]
-        return found[-1] if found else None
-
-    @cached_property
-    def folds(self) -> list[Record]:
-        """The moments when the run went on with another number of replicas."""
-        return [r for r in self.all("resume") if r["folded"]]
+        """It has finished, or it gave up and would give up again."""
+        return self.finish is not None or bool(self._failed)
 
     @cached_property
     def _divergence(self) -> str:
-        trained, seen = ([r["loss"] for r in self.all("train")], [r["metrics"]["loss"] for r in self.evals])
+        trained, seen = [event["loss"] for event in self.trained], [event["metrics"]["loss"] for event in self.evals]
         if not all(map(math.isfinite, [*trained[-1:], *seen[-1:]])):
             return "diverged: its loss is not finite"
         if self.finish is not None and trained and seen[-1] > max(trained[0], seen[0]):
@@ -132,8 +165,8 @@ class History:
         return ""
 
     @property
-    def marks(self) -> list[str]:
-        """What a reader must know before comparing it."""
+    def caveats(self) -> list[str]:
+        """What a reader must know before comparing this run with others."""
         found = [self._divergence] if self._divergence else []
         if self.finish is None:
             how = "stopped" if self._stop else "unfinished"
@@ -144,18 +177,18 @@ class History:
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
-        """Everything that sets this run apart from another of the same group, seed and place left out."""
+        """All options that set this run apart from another of the same group, except seed and place."""
         given = {key: value for key, value in self.config.items() if key not in ASIDE and key not in _METHOD}
         spoken = {_WORDS.get(key, key): value for key, value in self.start["numbers"].items() if key not in _SILENT}
         return {**spoken, **given}
 
     def command(self) -> str:
-        """What makes this run again."""
+        """The command that makes this run again."""
         base: Simulation | Run = Simulation() if self.simulated else Run()
         given = {key: value for key, value in self.config.items() if value is not None}
         try:
             config = toml.updated(base, given, str(self.path))
-        except OvertoneError:  # of another version: what was typed then
+        except OvertoneError:  # a configuration of another version: show the command that the user typed then
             return shlex.join(self.start["environment"]["command"])
         config = replace(config, out=None)
         if isinstance(config, Simulation):
@@ -163,48 +196,47 @@ class History:
         return shlex.join(["overtone", "simulate" if self.simulated else "train", *toml.flags(config, base)])
 
 
-_METHOD = frozenset(toml.flat(Simulation().choice))  # said with their resolved values in the method's own numbers
+def metrics_of(event: Eval | Finish, of: MetricsOf) -> dict[str, float]:
+    """The metrics of a validation: of the shared model, or of the mean of all replicas if they were measured."""
+    return event["metrics"] if of == "metrics" else event.get("metrics_average", {})
+
+
+_METHOD = frozenset(toml.flat(Simulation().choice))  # shown with their values in the numbers of the method
 _SILENT = frozenset(("method", "signal", "rule", "codec"))
 _WORDS = {"lr": "outer lr"}
 
 
 def load(path: Path) -> History:
-    """A run's directory, or its log itself."""
-    history = History(path, runlog.read(path))
+    """The run in this directory, or with this log."""
+    history = History(path, log.read(path))
     if not history.has_begun:
         raise NotALogError(f"{path}: the log has no beginning; is it the log of a run?")
-    missing = {"config", "numbers", "data", "simulated"} - history.start.keys()
-    if missing:
-        version = history.start.get("environment", {}).get("overtone", "of another version")
-        raise RunLogError(
-            f"{path}: written by overtone {version}, without {', '.join(sorted(missing))}; make the run again"
-        )
     return history
 
 
 def so_far(folder: Path) -> History | None:
-    """Of a run that is being made: nothing before its log has a first line."""
-    if not (folder / runlog.NAME).exists():
+    """A run that is still being made; None before its log has a first line."""
+    if not (folder / log.NAME).exists():
         return None
-    history = History(folder, runlog.read(folder))
+    history = History(folder, log.read(folder))
     return history if history.has_begun else None
 
 
 def find(paths: Sequence[Path]) -> list[Path]:
-    """The runs at these places: a log, the directory of a run, or one that holds such directories at any depth."""
+    """The runs at these paths. A path is a log, the directory of a run, or a directory with such directories below."""
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_file():
-            found[path.parent if path.name == runlog.NAME else path] = None
+            found[path.parent if path.name == log.NAME else path] = None
             continue
-        if (path / runlog.NAME).is_file():
+        if (path / log.NAME).is_file():
             found[path] = None
             continue
         if not path.is_dir():
             raise NotALogError(f"{path}: no such file or directory; give runs, or a directory that holds some")
-        below = sorted(log.parent for log in path.rglob(runlog.NAME))
+        below = sorted(file.parent for file in path.rglob(log.NAME))
         if not below:
-            raise NotALogError(f"{path}: holds no run (no {runlog.NAME} in it or below)")
+            raise NotALogError(f"{path}: holds no run (no {log.NAME} in it or below)")
         found |= dict.fromkeys(below)
     if not found:
         raise NotALogError("runs: give at least one: the directory of a run, or one that holds some")

@@ -1,4 +1,4 @@
-"""One page of any runs, from their logs: what `overtone.report.page` shows, and the same table as Markdown and CSV."""
+"""The data of the report page, gathered from the logs of any runs; and the files of a report: page, Markdown, CSV."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from overtone.errors import ConfigError
 from overtone.report import page, table
-from overtone.report.history import History
-from overtone.report.standings import AVERAGE, SHARED, Group, Row, labels
+from overtone.report.history import History, metrics_of
+from overtone.report.standings import AVERAGE, Group, Row, labels
 from overtone.runs.config import Network
 from overtone.runs.directory import write_whole
-from overtone.runs.log import Record
+from overtone.runs.events import Event, Finish
 from overtone.version import __version__
 
-ROUND_COLUMNS = {
-    "step": "step", "bytes": "bytes_sent", "drift": "drift_norm", "residual": "residual_norm",
-    "waiting": "seconds_waiting",
-}  # fmt: skip
-FINISH_KEYS = ("rounds", "rounds_finish", "waiting_share", "bytes", "shares")
-MOST = 400  # points of one run's small charts: more cannot be told apart, and the page must stay small
+T = TypeVar("T")
+
+MOST = 400  # points in a small chart of one run: more cannot be told apart, and the page must stay small
 
 
 def write(file: Path, found: Sequence[Group], *, title: str, command: str | None = None) -> list[Path]:
-    """The page, and beside it the table as Markdown and CSV."""
+    """Write the page, and beside it the table as Markdown and CSV; return the three paths."""
     if file.suffix != ".html":
         raise ConfigError(f"report {file}: a page ends in .html; beside it go .md and .csv")
     texts = {
@@ -49,6 +46,7 @@ def write(file: Path, found: Sequence[Group], *, title: str, command: str | None
 
 
 def data(found: Sequence[Group], *, title: str, command: str | None = None) -> dict[str, Any]:
+    """Everything that the page shows, as JSON."""
     return {
         "title": title,
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -91,65 +89,92 @@ def _row(group: Group, row: Row, indexes: list[int]) -> dict[str, Any]:
         "reference": row is group.diloco,
         "has_diloco": group.diloco is not None,
         "has_ddp": group.ddp is not None,
-        "marks": row.marks,
+        "marks": row.caveats,
     }
 
 
 def _run(run: History, label: str) -> dict[str, Any]:
-    drifts = [r for r in run.evals if "drift" in r]
+    trained, rounds = _thinned(run.trained), _thinned(run.exchanged)
+    drifts = [event for event in run.evals if "drift" in event]
     return {
         "label": label,
         "seed": run.seed,
         "status": run.status,
         "simulated": run.simulated,
-        "marks": run.marks,
+        "marks": run.caveats,
         "curve": _curve(run),
-        "train": _columns(_thinned(run.all("train")), step="step", loss="loss"),
-        "rounds": _columns(_thinned(run.all("round")), **ROUND_COLUMNS),
+        "train": {"step": _steps(trained), "loss": [event["loss"] for event in trained]},
+        "rounds": {
+            "step": _steps(rounds),
+            "bytes": [event["bytes_sent"] for event in rounds],
+            "drift": [event["drift_norm"] for event in rounds],
+            "residual": [event["residual_norm"] for event in rounds],
+            "waiting": [event["seconds_waiting"] for event in rounds],
+        },
         "rounds_done": run.rounds,
-        "spread_of_replicas": _columns(drifts, step="step", value="drift") if drifts else None,
-        "finish": run.finish and {key: run.finish.get(key) for key in FINISH_KEYS},
+        "spread_of_replicas": {"step": _steps(drifts), "value": [event["drift"] for event in drifts]}
+        if drifts
+        else None,
+        "finish": run.finish and _end(run.finish),
         "config": {key: str(value) if value == math.inf else value for key, value in run.config.items()},
         "environment": run.start["environment"],
         "command": run.command(),
     }
 
 
+def _end(finish: Finish) -> dict[str, Any]:
+    return {
+        "rounds": finish["rounds"],
+        "rounds_finish": finish["rounds_finish"],
+        "waiting_share": finish["waiting_share"],
+        "bytes": finish["bytes"],
+        "shares": finish["shares"],
+    }
+
+
 def _curve(run: History) -> dict[str, list[Any]]:
+    """One value per validation in each column: the cost so far, and every metric."""
     points = run.evals
-    columns = _columns(points, step="step", bytes="bytes_sent", received="bytes_received", hops="hops",
-                       seconds="seconds")  # fmt: skip
-    for name in dict.fromkeys(name for point in points for name in point[SHARED]):
-        columns[name] = [point[SHARED].get(name) for point in points]
+    columns: dict[str, list[Any]] = {
+        "step": _steps(points),
+        "bytes": [point["bytes_sent"] for point in points],
+        "received": [point["bytes_received"] for point in points],
+        "hops": [point["hops"] for point in points],
+        "seconds": [point["seconds"] for point in points],
+    }
+    for name in dict.fromkeys(name for point in points for name in point["metrics"]):
+        columns[name] = [point["metrics"].get(name) for point in points]
     if run.has_average:
-        columns["average"] = [point.get(AVERAGE, {}).get("loss") for point in points]
+        columns["average"] = [metrics_of(point, AVERAGE).get("loss") for point in points]
     return columns
 
 
-def _thinned(records: Sequence[Record]) -> Sequence[Record]:
-    """Every so many, and the last."""
-    stride = -(-len(records) // MOST) or 1
-    return records if stride == 1 else [*records[:-1:stride], records[-1]]
+def _steps(events: Sequence[Event]) -> list[int]:
+    return [event["step"] for event in events]
 
 
-def _columns(records: Sequence[Record], **names: str) -> dict[str, list[Any]]:
-    return {column: [record.get(key) for record in records] for column, key in names.items()}
+def _thinned(events: Sequence[T]) -> Sequence[T]:
+    """Every so many events, and the last."""
+    stride = -(-len(events) // MOST) or 1
+    return events if stride == 1 else [*events[:-1:stride], events[-1]]
 
 
 def _link(run: History) -> dict[str, float]:
-    """The virtual network of the run. A real run has none: then the default one, and the step it really took."""
+    """The virtual network of the run. A real run has none: then the default network, with the measured time of a
+    step."""
     link = {key: getattr(Network(), key) for key in ("bandwidth", "latency", "step_seconds")}
     if run.simulated:
         link |= {key: run.config[key] for key in link if math.isfinite(run.config[key])}
-    elif trained := run.all("train"):
-        last = trained[-1]
+    elif run.trained:
+        last = run.trained[-1]
         step_seconds = run.start["units_per_step"] * run.replicas / last["units_per_second"]
         link["step_seconds"] = round(step_seconds * (1 - last["waiting_share"]), 4)
     return link
 
 
 def _scaling(found: Sequence[Group]) -> dict[str, Any] | None:
-    """Final loss against the number of replicas, for settings that were run with several on equal data and samples."""
+    """Final loss against the number of replicas, for settings that were run with several numbers of replicas on the
+    same data and as many samples; None if there are none."""
     alike: dict[str, list[Group]] = {}
     for group in found:
         about = group.facts
@@ -184,7 +209,7 @@ def _scaling(found: Sequence[Group]) -> dict[str, Any] | None:
     }
 
 
-WITH_REPLICAS = ("steps", "warmup")  # change with their number where the samples are to stay as many
+WITH_REPLICAS = ("steps", "warmup")  # change with the number of replicas, so that the samples stay as many
 
 
 def _setting(row: Row) -> str:

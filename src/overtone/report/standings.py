@@ -16,83 +16,96 @@ from statistics import fmean
 from typing import Any
 
 from overtone.methods import METHODS
-from overtone.report.history import History
+from overtone.report.history import History, MetricsOf
 
-SHARED, AVERAGE = "metrics", "metrics_average"  # of the shared model (or replica 0), of the mean of the replicas
+SHARED: MetricsOf = "metrics"
+AVERAGE: MetricsOf = "metrics_average"
 
 
 @dataclass(frozen=True)
 class Row:
+    """One setting: the runs of all its seeds."""
+
     label: str
     runs: Sequence[History]  # of different seeds
-    of: str = SHARED
+    of: MetricsOf = SHARED
 
     @property
     def method(self) -> str:
+        """The name of the method."""
         return self.runs[0].method
 
     @cached_property
     def counted(self) -> Sequence[History]:
-        """The runs that the row's numbers are of: those that finished, or all if none did."""
+        """The runs that count: those that have finished, or all if none has."""
         return [run for run in self.runs if run.finish] or self.runs
 
     @cached_property
     def finished(self) -> dict[int, float]:
-        """Losses by seed; only these are set against other rows."""
+        """The losses of finished runs, by seed. Only these are compared with other rows."""
         found = {run.seed: run.loss(self.of) for run in self.runs if run.finish}
         return {seed: loss for seed, loss in found.items() if loss is not None}
 
     @cached_property
     def losses(self) -> list[float]:
+        """The losses of the runs that count."""
         return [loss for run in self.counted if (loss := run.loss(self.of)) is not None]
 
     @property
     def seeds(self) -> list[int]:
+        """The seeds of all runs."""
         return sorted(run.seed for run in self.runs)
 
     @property
     def loss(self) -> float | None:
+        """The mean loss."""
         return _mean(self.losses)
 
     @property
     def spread(self) -> float | None:
-        """Between the best and the worst seed."""
+        """The difference between the best and the worst seed."""
         found = [loss for loss in self.losses if math.isfinite(loss)]
         return max(found) - min(found) if len(found) > 1 else None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the other measures."""
-        last = [run.last_eval.get(self.of, {}) for run in self.counted if run.last_eval]
+        """The means of all metrics except the loss."""
+        last = [run.metrics(self.of) for run in self.counted if run.last_eval]
         names = [name for name in (last[0] if last else {}) if name != "loss"]
         return {name: fmean(found[name] for found in last if name in found) for name in names}
 
     @property
     def bytes(self) -> int | None:
+        """Bytes that one replica sent; the mean over the seeds."""
         mean = _mean(run.last_eval["bytes_sent"] for run in self.counted if run.last_eval)
         return None if mean is None else round(mean)
 
     @property
     def rounds(self) -> int:
+        """Rounds of the longest run."""
         return max(run.rounds for run in self.counted)
 
     @property
     def drift(self) -> float | None:
-        """The largest distance of a replica from the mean of all, where it was measured."""
+        """The largest distance of a replica from the mean of all, if it was measured."""
         found = [run.last_eval["drift"] for run in self.counted if run.last_eval and "drift" in run.last_eval]
         return max(found) if found else None
 
     @property
     def waiting(self) -> float | None:
-        return _mean(run.finish.get("waiting_share") for run in self.counted if run.finish)
+        """The share of the time that was spent waiting."""
+        return _mean(run.finish["waiting_share"] for run in self.counted if run.finish)
 
     @property
     def residual(self) -> float | None:
-        return _mean(run.all("round")[-1]["residual_norm"] for run in self.counted if run.all("round"))
+        """The norm of the residual after the last round."""
+        return _mean(run.exchanged[-1]["residual_norm"] for run in self.counted if run.exchanged)
 
     @property
-    def marks(self) -> list[str]:
-        found = {f"seed {run.seed} {mark}" if len(self.runs) > 1 else mark for run in self.runs for mark in run.marks}
+    def caveats(self) -> list[str]:
+        """What a reader must know before comparing this row with others."""
+        several = len(self.runs) > 1
+        found = {f"seed {run.seed} {text}" if several else text for run in self.runs for text in run.caveats}
         if self.runs[0].has_average:
             found.add("mean of the replicas" if self.of == AVERAGE else "replica 0; there is no shared model")
         return sorted(found)
@@ -100,7 +113,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Versus:
-    """A row against those that everybody knows; None where there is nothing to compare with."""
+    """A row compared with the well-known methods; None if there is no row to compare with."""
 
     less_than_diloco: float | None  # 43.5: so many times fewer bytes; infinite for a method that sends nothing
     less_than_ddp: float | None
@@ -110,18 +123,21 @@ class Versus:
 
 @dataclass(frozen=True)
 class Group:
+    """Runs that may be compared with each other."""
+
     name: str
     runs: Sequence[History]
 
     @property
     def facts(self) -> dict[str, Any]:
+        """What these runs have in common."""
         return facts(self.runs[0])
 
     @cached_property
     def rows(self) -> list[Row]:
-        """In the order of the method table; among those of one method, what sends most comes first."""
+        """In the order of the method table; of one method, the row that sends most comes first."""
         settings: dict[str, list[History]] = {}
-        times: Counter[str] = Counter()  # a run made twice is shown twice
+        times: Counter[str] = Counter()  # of equal runs: a run that was made twice is shown twice
         for run in self.runs:
             setting = json.dumps([run.numbers, run.method, run.simulated], sort_keys=True)
             times[f"{setting} {run.seed}"] += 1
@@ -138,13 +154,13 @@ class Group:
         )
 
     def _of(self, method: str) -> list[Row]:
-        """Those that others may be set against."""
+        """The rows of a method that others may be compared with: finished, with finite losses."""
         rows = [row for row in self.rows if row.method == method and row.finished]
         return [row for row in rows if all(map(math.isfinite, row.finished.values()))]
 
     @cached_property
     def diloco(self) -> Row | None:
-        """The reference: of the DiLoCo rows that exchange most often those with most seeds, and of these the best."""
+        """The reference: the DiLoCo row with the smallest `every`, then with most seeds, then with the lowest loss."""
         return min(
             self._of("diloco"),
             key=lambda row: (row.runs[0].start["numbers"]["every"], -len(row.finished), row.loss),
@@ -153,13 +169,16 @@ class Group:
 
     @cached_property
     def ddp(self) -> Row | None:
+        """The row of plain data parallelism."""
         return next(iter(self._of("ddp")), None)
 
     @cached_property
     def alone(self) -> Row | None:
+        """The row without communication."""
         return next(iter(self._of("alone")), None)
 
     def versus(self, row: Row) -> Versus:
+        """The row compared with DiLoCo, data parallelism and training alone."""
         pair = _on_common_seeds(row, self.diloco)
         triple = _on_common_seeds(row, self.alone, self.diloco)
         return Versus(
@@ -171,7 +190,7 @@ class Group:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know of the group as a whole."""
+        """What a reader must know about the group as a whole."""
         found = []
         for what, of in _PLACES.items():
             values = sorted({of(run) for run in self.runs})
@@ -180,7 +199,7 @@ class Group:
         return found
 
 
-# Two runs of one group may have these in common or not; the numbers stay comparable, the seconds do not.
+# Runs of one group may differ in these. Their losses and bytes stay comparable, their seconds do not.
 _PLACES: dict[str, Callable[[History], str]] = {
     "the version of overtone": lambda run: run.start["environment"]["overtone"],
     "the version of torch": lambda run: run.start["environment"]["versions"].get("torch", "unknown"),
@@ -189,7 +208,7 @@ _PLACES: dict[str, Callable[[History], str]] = {
 
 
 def groups(runs: Iterable[History]) -> list[Group]:
-    """Those that may be compared together, in the order in which they come, each with a name of its own."""
+    """The runs in groups that may be compared, in the order of their first runs. Each group has a name of its own."""
     found: dict[str, list[History]] = {}
     for run in runs:
         folds = [[fold["step"], fold["from_replicas"]] for fold in run.folds]
@@ -206,7 +225,7 @@ def groups(runs: Iterable[History]) -> list[Group]:
 
 
 def facts(run: History) -> dict[str, Any]:
-    """What runs must share to be compared."""
+    """What runs must have in common to be compared."""
     start = run.start
     return {
         "data": start["data"]["name"],
@@ -220,7 +239,7 @@ def facts(run: History) -> dict[str, Any]:
 
 
 def difference(group: Group, first: Group) -> str | None:
-    """Why the two may not be compared with each other, in words."""
+    """Why the two groups may not be compared, in words; None if they are the same."""
     if group is first:
         return None
     mine, other = group.facts, first.facts
@@ -240,7 +259,7 @@ def _grouped(value: Any) -> str:
 
 
 def labels(runs: Sequence[History], *, leave_out: Container[str] = ()) -> list[str]:
-    """The method, and what sets a run apart from most others of the same method."""
+    """The label of each run: its method, and the options in which it differs from most runs of that method."""
     found = []
     for run in runs:
         others = [other for other in runs if other.method == run.method]
@@ -260,12 +279,12 @@ def labels(runs: Sequence[History], *, leave_out: Container[str] = ()) -> list[s
 
 
 def _is_usual(value: Any, values: Sequence[Any]) -> bool:
-    """More than half have it. No two runs can be usual in all that they differ in, so labels stay apart."""
+    """More than half have this value. Two runs cannot both be usual where they differ, so their labels differ."""
     return 2 * sum(1 for other in values if other == value) > len(values)
 
 
 def _on_common_seeds(*rows: Row | None) -> list[float] | None:
-    """The mean loss of each, over the seeds that all have finished."""
+    """The mean loss of each row, over the seeds that all rows have finished."""
     there = [row for row in rows if row is not None]
     common = set.intersection(*(set(row.finished) for row in there))
     if len(there) < len(rows) or not common:

@@ -17,18 +17,18 @@ from overtone.errors import one_line, printable
 from overtone.report.standings import Group, Row, difference
 
 LEGEND = {  # by column
-    "loss": "on held-out data, after the last messages; ± half of what lies between the best and the worst seed.",
-    "loss vs DiLoCo": "of the rows of `diloco` that exchange most often those with most seeds, and of these the best.",
-    "gain kept": "the share of DiLoCo's gain over `alone` (one replica, no communication) that survives.",
-    "bytes sent": "by one replica over the whole run, as its ledger counted them.",
-    "drift": "between replicas: the largest distance of one's weights from the mean of all, before the last messages.",
+    "loss": "on validation data, after the last messages; ± half the difference between the best and the worst seed.",
+    "loss vs DiLoCo": "against the row of `diloco` with the smallest `every`, then most seeds, then the lowest loss.",
+    "gain kept": "the share of DiLoCo's gain over `alone` (one replica, no communication) that the method keeps.",
+    "bytes sent": "bytes that one replica sent in the whole run, as its ledger counted them.",
+    "drift": "the largest distance of a replica's weights from the mean of all replicas, before the last messages.",
 }
-FORMULA = ("=", "+", "-", "@", "\t", "\n", "\\")  # control characters are spelt out with a backslash
-SAME = ("perplexity", "bits_per_byte", "top5")  # say what loss and top1 say already; the page and the CSV have them
+FORMULA = ("=", "+", "-", "@", "\t", "\n", "\\")  # a backslash, because control characters are spelt out with one
+SAME = ("perplexity", "bits_per_byte", "top5")  # repeat what loss and top1 say; only the page and the CSV show them
 
 
 def cells(group: Group) -> tuple[list[str], list[list[str]]]:
-    """Headers, and the rows as people read them."""
+    """The headers, and the cells of all rows as text. Empty columns are left out."""
     extra = list(dict.fromkeys(name for row in group.rows for name in row.metrics if name not in SAME))
     words = [name.replace("_", " ") for name in extra]
     headers = ["method", "loss", *words, "loss vs DiLoCo", "gain kept", "bytes sent", "bytes vs DiLoCo", "vs DDP",
@@ -47,7 +47,7 @@ def cells(group: Group) -> tuple[list[str], list[list[str]]]:
                 ratio(versus.less_than_diloco),
                 ratio(versus.less_than_ddp),
                 percent(row.drift, digits=1),
-                "; ".join(row.marks),
+                "; ".join(row.caveats),
             ]
         )
     kept = [i for i, name in enumerate(headers) if any(line[i] for line in body) or name in ("method", "loss")]
@@ -55,18 +55,19 @@ def cells(group: Group) -> tuple[list[str], list[list[str]]]:
 
 
 def notes(group: Group, first: Group) -> list[str]:
-    """What must be said above it."""
+    """The sentences above the table of a group: why it may not be compared with the first, and its own notes."""
     apart = difference(group, first)
     return [*([apart] if apart else []), *group.notes]
 
 
 def legend(groups: Sequence[Group]) -> list[str]:
-    """A sentence for each column that is there and needs one."""
+    """A sentence for each column that is shown and needs an explanation."""
     there = {header for group in groups for header in cells(group)[0]}
     return [f"{column}: {words}" for column, words in LEGEND.items() if column in there]
 
 
 def terminal(group: Group) -> Table:
+    """The table for a terminal."""
     headers, body = cells(group)
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for header in headers:
@@ -78,6 +79,7 @@ def terminal(group: Group) -> Table:
 
 
 def markdown(groups: Sequence[Group]) -> str:
+    """The tables of all groups as Markdown."""
     parts = []
     for group in groups:
         headers, body = cells(group)
@@ -91,12 +93,12 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Words of a log on one line of Markdown, which passes HTML through to whoever shows it."""
+    """A text from a log, safe in one line of Markdown. Markdown passes HTML through, so HTML is escaped."""
     return html.escape(one_line(text), quote=False)
 
 
 def as_csv(groups: Sequence[Group]) -> str:
-    """Raw numbers, a line for each row of each group."""
+    """The rows of all groups as CSV, with unrounded numbers."""
     lines = [_raw(group, row) for group in groups for row in group.rows]
     columns = list(dict.fromkeys(column for line in lines for column in line))
     file = io.StringIO()
@@ -107,7 +109,7 @@ def as_csv(groups: Sequence[Group]) -> str:
 
 
 def harmless(value: Any) -> Any:
-    """A text that a spreadsheet would take for a formula, made one that it shows; numbers stay numbers."""
+    """The value, safe in a spreadsheet: a text that would be taken for a formula gets a quote; numbers stay numbers."""
     if not isinstance(value, str):
         return value
     text = printable(value)
@@ -128,18 +130,20 @@ def _raw(group: Group, row: Row) -> dict[str, Any]:
         "rounds": row.rounds,
         "waiting": row.waiting,
         "residual": row.residual,
-        "marks": "; ".join(row.marks),
+        "marks": "; ".join(row.caveats),
         **row.metrics,
     }
 
 
 def loss_words(row: Row) -> str:
+    """The loss with its spread, such as "2.204 ± 0.010"."""
     if row.loss is None:
         return "none yet"
     return f"{row.loss:.3f}" + ("" if row.spread is None else f" ± {row.spread / 2:.3f}")
 
 
 def percent(share: float | None, *, digits: int = 0, signed: bool = False) -> str:
+    """A share in per cent; empty for None."""
     if share is None:
         return ""
     if not math.isfinite(share):
@@ -149,11 +153,12 @@ def percent(share: float | None, *, digits: int = 0, signed: bool = False) -> st
 
 
 def number(value: float | None) -> str:
+    """A number with four digits; empty for None."""
     return "" if value is None else f"{value:.4g}"
 
 
 def ratio(fewer: float | None) -> str:
-    """«56x fewer», «7x more», or what fits when one of the two is nothing."""
+    """A ratio of bytes: "56x fewer", "7x more"; "nothing" if the row sends nothing; empty for None."""
     if fewer is None:
         return ""
     if math.isinf(fewer):

@@ -1,4 +1,4 @@
-"""The directory of a run: its name, and who may write into it."""
+"""The directory of a run: its name, its lock, and its configuration file."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from overtone.runs.checkpoint.index import present
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
 LOCK = "lock"
-PATIENCE = 2.0  # seconds: another replica of this run is about to let go, or it is another run's
+PATIENCE = 2.0  # seconds to wait for the lock: if a replica of this run holds it, it lets go sooner
 RUNS = Path("runs")
 
 
 def fresh(method: str) -> Path:
-    """A new directory below runs/."""
+    """The path of a new directory below runs/, named after the time and the method."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{method}"
     path, number = RUNS / name, 1
     while path.exists():
@@ -32,14 +32,14 @@ def fresh(method: str) -> Path:
 
 
 def elected(name: object) -> Path:
-    """The directory below runs/ that another rank has chosen: it may choose a name there, and nothing else."""
+    """The directory below runs/ that rank 0 has chosen. Rank 0 sends a name; a path that leads elsewhere is refused."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
         raise RunError(f"run {printable(str(name))}: chosen by rank 0, but not the name of a directory; give --out")
     return RUNS / name
 
 
 def refuse_used(folder: Path, way_out: str | None = None) -> None:
-    """A new run needs a directory that holds none; on each host, where the replicas have disks of their own."""
+    """Refuse a directory that holds a run already. Every host checks its own disk."""
     if (folder / log.NAME).exists():
         way_out = way_out or f"--resume {folder} goes on with it, or choose another --out"
         raise UnfitRunError(f"run {folder}: holds a run already; {way_out}")
@@ -48,13 +48,14 @@ def refuse_used(folder: Path, way_out: str | None = None) -> None:
 
 
 def refuse_unused(folder: Path, why: str) -> None:
+    """Refuse a directory without a run. ``why`` is the command that needs one."""
     if not (folder / CONFIG).exists():
         raise UnfitRunError(f"{why} {folder}: no run there (it has no {CONFIG}); give the directory of a run")
 
 
 def claim(folder: Path, world: str | None = None) -> IO[str]:
-    """Make the directory this run's own until the process ends: the kernel gives a lock back when its holder dies,
-    however it dies. Replicas of one ``world`` hold it together; without one, a process holds it alone."""
+    """Lock the directory for this run until the process ends. The kernel releases the lock when the process dies,
+    however it dies. Replicas of one ``world`` share the lock; without a world, a process holds it alone."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")
@@ -69,8 +70,8 @@ def claim(folder: Path, world: str | None = None) -> IO[str]:
         if not alone:
             raise _in_use(folder, file)
         return file
-    # From alone to together is two steps for the kernel, and somebody else may come in between: who is here is read
-    # only when the lock is held.
+    # The kernel turns an exclusive lock into a shared one in two steps, and another process may get the lock between
+    # them. So the holder is read only after this process has the lock.
     if not _locked(file, fcntl.LOCK_SH, patience=PATIENCE) or _holder(file)[1:] != [world]:
         raise _in_use(folder, file)
     return file
@@ -89,7 +90,7 @@ def _locked(file: IO[str], kind: int, patience: float = 0.0) -> bool:
 
 
 def _holder(file: IO[str]) -> list[str]:
-    """Process and world of whoever took the lock first."""
+    """The process that took the lock first, and its world."""
     file.seek(0)
     return file.read(200).split()
 
@@ -101,13 +102,13 @@ def _in_use(folder: Path, file: IO[str]) -> RunError:
 
 
 def refuse_busy(folder: Path) -> None:
-    """Early, before any replica is started."""
+    """Refuse a directory that a live run holds. For an early check, before any replica is started."""
     if folder.exists():
         claim(folder).close()
 
 
 def write_config(folder: Path, text: str) -> None:
-    """What the run was started with, for `--resume` and `export`."""
+    """Write the configuration of the run, for `--resume` and `export`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, text)
@@ -116,7 +117,8 @@ def write_config(folder: Path, text: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Written beside, then renamed. A link is followed; a device or a pipe is not a file to replace."""
+    """Write a file so that it appears complete or not at all: under a temporary name, then renamed. A link is followed;
+    a device or a pipe is refused."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -1,4 +1,4 @@
-"""A run's model for others: the weights that all replicas share, in the form that their libraries load."""
+"""Exports the model that the replicas of a run share, in a form that other libraries load."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from overtone.errors import CheckpointError, RunError, UnfitRunError
 from overtone.replica import Replica
 from overtone.runs import directory, log, optimizers, toml
 from overtone.runs.checkpoint import format
-from overtone.runs.checkpoint.index import Mark, complete, file_of, present
+from overtone.runs.checkpoint.index import CheckpointId, complete, file_of, present
 from overtone.runs.config import Run
-from overtone.runs.loop import evaluate
+from overtone.runs.evaluate import evaluate
 from overtone.tasks import load_task, refuse_untrusted
 from overtone.transport import Solo
 
@@ -20,8 +20,12 @@ from overtone.transport import Solo
 def export(
     run: Path, folder: Path, *, task: str | None = None, trust_task: bool = False
 ) -> tuple[int, dict[str, float]]:
-    """The newest complete checkpoint's shared model into ``folder``; its step, and its validation metrics. A task that
-    is a Python file must be named in ``task``, or trusted as the run's configuration names it."""
+    """Write the shared model of the newest complete checkpoint into ``folder``. Return its step and its validation
+    metrics.
+
+    If the run's task is a Python file, the user must name the file in ``task``, or allow with ``trust_task`` that the
+    file named in the run's configuration is executed.
+    """
     directory.refuse_unused(run, "export")
     if folder.exists():
         raise UnfitRunError(f"export {folder}: exists already; give a new folder")
@@ -30,8 +34,8 @@ def export(
         config = replace(config, task=replace(config.task, task=task))
     elif not trust_task:
         refuse_untrusted(config.task, run, "export")
-    mark = _newest(run)
-    file = file_of(run / directory.CHECKPOINTS, mark, 0)
+    checkpoint = _newest(run)
+    file = file_of(run / directory.CHECKPOINTS, checkpoint, 0)
     tree = format.read(file)
     loaded = load_task(config.task)
     model = loaded.model()
@@ -51,15 +55,18 @@ def export(
         raise RunError(f"export {folder}: {error.strerror or error}; nothing was written") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return mark.step, metrics
+    return checkpoint.step, metrics
 
 
-def _newest(run: Path) -> Mark:
-    """The newest complete checkpoint. Where the replicas have disks of their own, their files are not all here; what
-    the log says was saved is complete then, and replica 0's file has all that they share."""
+def _newest(run: Path) -> CheckpointId:
+    """The newest complete checkpoint.
+
+    If the hosts have disks of their own, only some files are here. Then the log tells which checkpoints were complete,
+    and the file of replica 0 is enough: it holds everything that the replicas share.
+    """
     folder = run / directory.CHECKPOINTS
     saved = log.last(run, "saved") or {"step": -1}
-    marks = [*complete(folder), *(m for m, rank, _ in present(folder) if rank == 0 and m.step <= saved["step"])]
-    if not marks:
+    found = [*complete(folder), *(m for m, rank, _ in present(folder) if rank == 0 and m.step <= saved["step"])]
+    if not found:
         raise CheckpointError(f"{run}: no complete checkpoint to export; train on with --resume {run}")
-    return max(marks)
+    return max(found)

@@ -30,7 +30,7 @@ from overtone.common import machine_errors
 from overtone.errors import OvertoneError, RelayedError, ReplicaError, printable
 from overtone.runs import directory, toml
 from overtone.runs.config import Run
-from overtone.runs.coordination import STOPPING, heeded, listening
+from overtone.runs.stop_signals import STOPPING, heeded, listening
 from overtone.world.join import MEETING, connect, whole_number
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def threads_of(config: Run, replicas: int) -> int:
 
 def one_replica(config: Run, *, resume: bool) -> None:
     """Be one of them."""
-    from overtone.runs.session import Session  # the launcher itself has no need of it
+    from overtone.runs.open_run import open_run  # the launcher itself has no need of it
 
     if config.threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_of(config, whole_number("LOCAL_WORLD_SIZE", 1)))
@@ -96,13 +96,13 @@ def one_replica(config: Run, *, resume: bool) -> None:
         transport = connect(config.timeout)  # first of all, so that what one replica cannot do is told to the others
         try:
             warn_of_open_rendezvous()
-            Session(config, transport, resume=resume, asked=asked).run()
+            open_run(config, transport, resume=resume, stop=stop).run()
         except Exception as error:
             transport.leave(words_of(error))
             raise
 
     # A launcher passes signals on, and may not be the only one who sends them; it ends everything by other means.
-    with listening(repeats=not is_ours()) as asked:
+    with listening(repeats=not is_ours()) as stop:
         in_world(work)
         if is_replica():
             _end(0)  # in here, where a late signal finds a handler that knows there is nothing left to stop

@@ -1,10 +1,9 @@
-"""The live view of a run: a bar on a terminal, a line now and then elsewhere. One voice: replica 0's."""
+"""The live view of a run: a progress bar on a terminal, else a line every few seconds. Only replica 0 has one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,12 +12,13 @@ from rich.table import Column
 
 from overtone.common.limits import human_bytes
 from overtone.errors import printable, visible
+from overtone.runs.events import Event, Finish, Opening, Resume, Train
 
 SECONDS = 5.0  # between two lines where there is no terminal
 
 
 class View:
-    """A sink of the run log."""
+    """A sink of the run log that writes to a console."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -33,79 +33,80 @@ class View:
         self.steps = 0
         self.unit = "samples"
         self._said = 0.0
-        self._latest = ""  # of the newest round
-        self._shows: dict[str, Callable[[Mapping[str, Any]], None]] = {
-            "start": self._start, "resume": self._resume, "round": self._round, "train": self._train,
-            "eval": self._eval, "stop": self._stop, "finish": self._finish,
-        }  # fmt: skip
+        self._latest = ""  # words on the newest round
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        if record["event"] in self._shows:
-            self._shows[record["event"]](record)
+    def write(self, event: Event) -> None:
+        """Show one event."""
+        if event["event"] == "start":
+            self._start(event)
+        elif event["event"] == "resume":
+            self._resume(event)
+        elif event["event"] == "round":
+            self._latest = f"round {event['index'] + 1}: {human_bytes(event['bytes_sent'])}"
+        elif event["event"] == "train":
+            self._train(event)
+        elif event["event"] == "eval":
+            metrics, sent = metrics_line(event["metrics"]), human_bytes(event["bytes_sent"])
+            self._say(f"step {event['step']}: {metrics}, {sent} sent")
+        elif event["event"] == "stop":
+            again = f"overtone train --resume {escape(event['folder'])} goes on"
+            self._say(f"{event['why']}: saved step {event['step']}; {again}")
+        elif event["event"] == "finish":
+            self._finish(event)
 
     def close(self) -> None:
+        """Leave the terminal as it was."""
         self.bar.stop()
 
-    def _start(self, record: Mapping[str, Any]) -> None:
-        self.steps, self.unit = record["steps"], record["unit"]
-        data, world = escape(record["data"]["name"]), record["environment"]["world"]
+    def _start(self, event: Opening) -> None:
+        self.steps, self.unit = event["steps"], event["unit"]
+        data, world = escape(event["data"]["name"]), event["environment"]["world"]
         self._say(
-            f"[bold]{record['method']}[/bold] on {data}: {record['parameters']:,} parameters, {world} "
-            f"replica{'s' if world > 1 else ''}, {self.steps} steps of {record['units_per_step']:,} {self.unit} each"
+            f"[bold]{event['method']}[/bold] on {data}: {event['parameters']:,} parameters, {world} "
+            f"replica{'s' if world > 1 else ''}, {self.steps} steps of {event['units_per_step']:,} {self.unit} each"
         )
-        self._say(f"run directory: {escape(record['folder'])}")
-        self._show(record["step"])
+        self._say(f"run directory: {escape(event['folder'])}")
+        self._show(event["step"])
 
-    def _resume(self, record: Mapping[str, Any]) -> None:
-        self._start(record)
-        folded = f", saved by {record['from_replicas']} replicas" if record["folded"] else ""
-        self._say(f"goes on from step {record['step']}{folded}")
+    def _resume(self, event: Resume) -> None:
+        self._start(event)
+        folded = f", saved by {event['from_replicas']} replicas" if event["folded"] else ""
+        self._say(f"goes on from step {event['step']}{folded}")
 
     def _show(self, step: int) -> None:
         self.bar.update(self.task, completed=step, total=self.steps)
         if self.console.is_terminal:
             self.bar.start()
 
-    def _round(self, record: Mapping[str, Any]) -> None:
-        self._latest = f"round {record['index'] + 1}: {human_bytes(record['bytes_sent'])}"
-
-    def _train(self, record: Mapping[str, Any]) -> None:
-        left = record["seconds_left"]
+    def _train(self, event: Train) -> None:
+        left = event["seconds_left"]
         note = "  ".join(
             part
             for part in (
-                f"loss {record['loss']:.3f}",
-                f"{_short(record['units_per_second'])} {self.unit}/s",
+                f"loss {event['loss']:.3f}",
+                f"{_short(event['units_per_second'])} {self.unit}/s",
                 self._latest,
-                f"waiting {record['waiting_share']:.0%}",
+                f"waiting {event['waiting_share']:.0%}",
                 f"{int(left) // 3600}:{int(left) // 60 % 60:02d}:{int(left) % 60:02d} left",
             )
             if part
         )
-        self.bar.update(self.task, completed=record["step"], note=note)
+        self.bar.update(self.task, completed=event["step"], note=note)
         if not self.console.is_terminal and time.monotonic() - self._said >= SECONDS:
             self._said = time.monotonic()
-            self._say(f"step {record['step']}/{self.steps}  {note}")
+            self._say(f"step {event['step']}/{self.steps}  {note}")
 
-    def _eval(self, record: Mapping[str, Any]) -> None:
-        self._say(f"step {record['step']}: {metrics_line(record['metrics'])}, {human_bytes(record['bytes_sent'])} sent")
-
-    def _stop(self, record: Mapping[str, Any]) -> None:
-        self._say(
-            f"{record['why']}: saved step {record['step']}; overtone train --resume {escape(record['folder'])} goes on"
-        )
-
-    def _finish(self, record: Mapping[str, Any]) -> None:
-        self.bar.update(self.task, completed=record["step"])
+    def _finish(self, event: Finish) -> None:
+        self.bar.update(self.task, completed=event["step"])
         self.bar.stop()
-        if record["sample"]:
+        if event["sample"]:
             self._say("sample:")
-            self.console.print(visible(str(record["sample"])), markup=False, highlight=False, style="dim")
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in record["shares"].items())
+            self.console.print(visible(event["sample"]), markup=False, highlight=False, style="dim")
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in event["shares"].items())
         self._say(f"time: {shares}")
         self._say(
-            f"[bold]finished[/bold] after {record['step']} steps: {metrics_line(record['metrics'])}; "
-            f"{human_bytes(record['bytes_sent'])} sent per replica in {record['rounds']} rounds"
+            f"[bold]finished[/bold] after {event['step']} steps: {metrics_line(event['metrics'])}; "
+            f"{human_bytes(event['bytes_sent'])} sent per replica in {event['rounds']} rounds"
         )
 
     def _say(self, line: str) -> None:
@@ -117,4 +118,5 @@ def _short(value: float) -> str:
 
 
 def metrics_line(metrics: Mapping[str, float]) -> str:
+    """Metrics on one line, such as "loss 2.204, perplexity 9.06"."""
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())

@@ -1,7 +1,7 @@
-"""The one training loop, whatever carries the messages: a crew of replicas, their feeds, and nothing else.
+"""The training loop, the same for real runs and simulations.
 
-A crew is a `Cluster` of virtual replicas or this process's own replica in a world of real ones. Who runs the loop
-decides what happens between two steps: `simulation.py` shows a bar, `session.py` evaluates, saves and logs.
+It drives `Replicas`: a `Cluster` of virtual replicas, or the `SingleReplica` of a process whose peers are other
+processes. The caller decides what happens between two steps: it evaluates, saves and logs.
 """
 
 from __future__ import annotations
@@ -20,57 +20,64 @@ from overtone.ledger import Round
 from overtone.replica import Replica
 from overtone.runs.config import Training
 from overtone.runs.optimizers import Schedule
-from overtone.tasks import Feed, Samples, Task
+from overtone.tasks import Feed, Task
 
 
-class Crew(Protocol):
-    """Replicas that step together."""
+class Replicas(Protocol):
+    """Replicas of this process that step together."""
 
     @property
-    def replicas(self) -> Sequence[Replica]: ...
+    def replicas(self) -> Sequence[Replica]:
+        """All of them, by rank."""
+        ...
 
     def turns(self) -> Iterator[Replica]:
         """Each replica in turn, with its own random state in force."""
         ...
 
-    def step(self, *, clip: float | None) -> list[Round]: ...
+    def step(self, *, clip: float | None) -> list[Round]:
+        """One step of each replica; the records of their rounds, if the step ended in one."""
+        ...
 
 
-class Own:
-    """This process's replica: a crew of one, whose peers are elsewhere."""
+class SingleReplica:
+    """The one replica of this process. Its peers are in other processes."""
 
     def __init__(self, replica: Replica) -> None:
         self.replicas = [replica]
 
     def turns(self) -> Iterator[Replica]:
+        """The replica; the random state of the process is its own."""
         yield from self.replicas
 
     def step(self, *, clip: float | None) -> list[Round]:
+        """One step of the replica."""
         record = self.replicas[0].step(clip=clip)
         return [] if record is None else [record]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one local step of the whole crew did."""
+    """What one local step of all replicas did."""
 
     count: int  # local steps since the beginning, this one included
-    losses: list[Tensor]  # of each replica, on the device
-    rounds: list[Round]  # each replica's record, if the step ended in a round
-    seconds_data: float  # getting the batches
-    seconds: float  # all of it
+    losses: list[Tensor]  # the loss of each replica, on its device
+    rounds: list[Round]  # the record of each replica, if the step ended in a round
+    seconds_data: float  # to get the batches
+    seconds: float  # of the whole step
 
 
 def local_steps(
-    crew: Crew, task: Task, feeds: Mapping[int, Feed], training: Training, *, begin: int = 0
+    replicas: Replicas, task: Task, feeds: Mapping[int, Feed], training: Training, *, begin: int = 0
 ) -> Iterator[Step]:
-    """Train to the end, one local step of every replica at a time. ``feeds`` are by rank."""
+    """Train to the end, one local step of every replica at a time. ``feeds`` are by rank; ``begin`` is the number of
+    steps that were taken before."""
     schedule = Schedule(training)
     while begin < training.steps:
         started = time.perf_counter()
         data = 0.0
         losses = []
-        for replica in crew.turns():
+        for replica in replicas.turns():
             schedule.set(replica.inner, begin)
             total = torch.zeros((), device=replica.device)
             for _ in range(training.accumulate):
@@ -82,27 +89,29 @@ def local_steps(
                 loss.backward()
                 total += loss.detach()
             losses.append(total)
-        rounds = crew.step(clip=training.clip)
-        for replica in crew.replicas:
+        rounds = replicas.step(clip=training.clip)
+        for replica in replicas.replicas:
             replica.inner.zero_grad()
         begin += 1
         yield Step(begin, losses, rounds, data, time.perf_counter() - started)
 
 
 def casting(training: Training, device: torch.device) -> torch.autocast | nullcontext[None]:
+    """The context for the forward pass: bf16 autocast, or nothing."""
     if training.precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def to_device(batch: object, device: torch.device) -> object:
+    """The batch with all its tensors on this device."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     return type(batch)(to_device(part, device) for part in batch) if isinstance(batch, tuple | list) else batch
 
 
 def prepare(model: nn.Module, training: Training, device: torch.device) -> nn.Module:
-    """The model as the run wants it: on its device, recomputing or compiled."""
+    """The model, ready to train: on its device, with gradient checkpointing or compiled if the run asks for it."""
     model.to(device).train()
     if training.recompute:
         if not getattr(model, "supports_gradient_checkpointing", False):
@@ -115,23 +124,3 @@ def prepare(model: nn.Module, training: Training, device: torch.device) -> nn.Mo
     if training.compile:
         model.compile()
     return model
-
-
-@torch.no_grad()
-def measure(task: Task, model: nn.Module, samples: Samples, rows: Tensor, batch: int) -> tuple[dict[str, float], int]:
-    """Sums of the task's measures over these rows, and how many there were."""
-    training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    sums: dict[str, float] = {}
-    for part in rows.split(batch) if len(rows) else ():
-        for name, mean in task.measure(model, to_device(samples.batch(part, None), device)).items():
-            sums[name] = sums.get(name, 0.0) + mean * len(part)
-    model.train(training)
-    return sums, len(rows)
-
-
-def evaluate(task: Task, model: nn.Module, batch: int = 64) -> dict[str, float]:
-    """The task's metrics over all validation samples."""
-    sums, count = measure(task, model, task.valid, torch.arange(len(task.valid)), batch)
-    return task.summary({name: total / count for name, total in sums.items()})

@@ -1,6 +1,6 @@
-"""A comparison as one HTML file: template, style, scripts and data in a single string that needs no network.
+"""The report page as one HTML file: template, style, scripts and data in a single text that needs no network.
 
-The browser's part is plain JavaScript, a file per idea, joined in the order of ``SCRIPTS``; Chart.js draws.
+The scripts are plain JavaScript, one file per idea, joined in the order of ``SCRIPTS``; Chart.js draws.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from importlib import resources
 from typing import Any
 
 SCRIPTS = ("dom", "words", "theme", "link", "series", "names", "charts", "table", "runs", "page")
-# Inside a script element these would end it, hide the rest of the page, or break a line of JavaScript.
+# Inside a script element these texts would end it, hide the rest of the page, or break a line of JavaScript.
 ESCAPES = {"</": "<\\/", "<!--": "<\\u0021--", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def html(data: Mapping[str, Any]) -> str:
-    """The whole page. ``data`` is what page_data.py gathers; numbers that are not finite become null."""
+    """The whole page. ``data`` comes from `page_data.data`; numbers that are not finite become null."""
     parts = {
         "title": markup.escape(str(data["title"])),
         "style": _text("page.css"),
@@ -28,7 +28,7 @@ def html(data: Mapping[str, Any]) -> str:
         "scripts": "\n".join(_text(f"{name}.js") for name in SCRIPTS),
         "data": _embedded(data),
     }
-    # One pass: a part that happens to contain a placeholder is left as it is.
+    # In one pass, so that a placeholder inside a part is not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text("template.html"))
 
 
@@ -44,7 +44,7 @@ def _embedded(data: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity."""
+    """The value with null in place of NaN and infinity, which JSON does not know."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-// What the same run would take on another link.
+// The time that the same run would take on another link.
 
 const PRESETS = [
   { text: "1 Gbit/s, 1 ms", bandwidth: 1000, latency: 1 },
@@ -10,7 +10,7 @@ const USUAL = { bandwidth: 50, latency: 20, step_seconds: 0.1 }; // as overtone.
 
 const linkOf = (given) => Object.fromEntries(Object.entries(USUAL).map(([name, usual]) => [name, given?.[name] ?? usual]));
 
-// As overtone.network.Link.seconds, with the local steps; a link here is in Mbit/s and ms.
+// As Link.seconds in overtone/sim/network.py, plus the local steps; a link here is in Mbit/s and ms.
 function linkSeconds(point, link) {
   const exchange = (point.hops * link.latency) / 1e3 + (8 * Math.max(point.bytes, point.received)) / (link.bandwidth * 1e6);
   return point.step * link.step_seconds + exchange;

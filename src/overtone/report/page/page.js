@@ -1,4 +1,4 @@
-// The page: what the reader has chosen, and who is told when it changes.
+// The page: it keeps what the reader has chosen, and updates charts and tables when the choice changes.
 
 const data = JSON.parse(byId("data").textContent);
 for (const one of data.groups) one.link = linkOf(one.link);
@@ -118,5 +118,5 @@ showFooter();
 showGroup();
 showScaling();
 
-// For tests and for a reader at the console: what is chosen, every chart by its canvas, and how numbers are made.
+// For tests, and for a reader at the console: the reader's choice, every chart by its canvas, the functions behind numbers.
 window.overtone = { data, state, chart: (canvas) => drawn.get(canvas)?.chart, linkSeconds, rowSeconds, fewer };

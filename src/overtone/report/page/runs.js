@@ -1,6 +1,6 @@
-// Every run in full. A run's charts are made when it is opened: a page may hold a hundred runs.
+// All details of every run. The charts of a run are made when the reader opens it: a page may hold a hundred runs.
 
-// Nested settings as names with dots; what is null was not set.
+// Nested settings as names with dots. A setting that is null was not set, and is left out.
 function flat(value, prefix = "") {
   return Object.entries(value ?? {}).flatMap(([name, item]) => {
     if (item == null) return [];

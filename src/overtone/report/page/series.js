@@ -1,4 +1,4 @@
-// From rows and runs to lines: points with everything a reader may ask of them. Nothing here draws.
+// Turns rows and runs into lines: points with all values that an axis or a tooltip may need. Nothing here draws.
 
 const AXES = {
   bytes: { text: "Bytes sent", title: "bytes sent by one replica", log: true },
@@ -10,7 +10,7 @@ const AXES = {
 const OF_CURVE = new Set(["step", "loss", "average", "bytes", "received", "hops", "seconds"]);
 const CARRIED = ["step", "bytes", "received", "hops", "seconds"];
 
-// Whatever a curve holds besides its own columns is another metric, such as top1.
+// Every column of a curve that is not listed above is another metric, such as top1.
 function measuresOf(group) {
   const names = group.runs.flatMap((run) => Object.keys(run.curve).filter((name) => !OF_CURVE.has(name)));
   return ["loss", ...new Set(names)];
@@ -18,7 +18,7 @@ function measuresOf(group) {
 
 const isBroken = (run) => run.status !== "finished";
 
-// Evaluations without a value (a diverged run's) are left out: its line ends at the last it had.
+// Evaluations without a value are left out: the line of a diverged run ends at its last finite value.
 function pointsOf(run, column) {
   const values = run.curve[column] ?? [];
   const points = [];
@@ -46,7 +46,7 @@ function meanOf(lines) {
   });
 }
 
-// The runs that a row's numbers are of, as in overtone.standings: those that came to their end, or all if none did.
+// The runs that count, as Row.counted in overtone/report/standings.py: those that have finished, or all if none has.
 function countedOf(runs) {
   const ended = runs.filter((run) => run.finish);
   return ended.length ? ended : runs;
@@ -70,7 +70,7 @@ function place(point, axis, link) {
   return { bytes: point.bytes, steps: point.step, wall: point.seconds, link: linkSeconds(point, link) }[axis];
 }
 
-// A row's time on the link: the mean over the seeds that came to their end; a part of a run is nothing to compare.
+// A row's time on the link: the mean over the seeds that have finished. The time of an unfinished run says nothing.
 function rowSeconds(row, group) {
   const ends = row.runs.map((index) => group.runs[index]).filter((run) => run.finish).map((run) => pointAt(run, -1));
   return ends.length ? ends.reduce((sum, end) => sum + linkSeconds(end, group.link), 0) / ends.length : null;

@@ -1,5 +1,5 @@
-// The final table: sorted on raw values, no row hidden, what is missing is empty and always last; columns that are empty
-// throughout go.
+// The final table. It sorts on raw values and hides no row. A missing value is shown as an empty cell and sorts last.
+// A column without any value is left out.
 
 // A column: { name, title, value(row), write(row), text? (sorted as words), bar?(row): 0..1 }
 function columnsOf(group) {
@@ -14,7 +14,7 @@ function columnsOf(group) {
     { name: "method", value: (row) => row.label, write: (row) => row.label, text: true },
     number("loss", (row) => row.loss, (value) => fixed(value), { title: "mean over the seeds" }),
     {
-      name: "spread", title: "half of what lies between the best and the worst seed", value: (row) => row.spread,
+      name: "spread", title: "half the difference between the best and the worst seed", value: (row) => row.spread,
       write: (row) => (row.spread == null ? (row.seeds.length > 1 ? "" : "one seed") : `±${fixed(row.spread / 2, row.spread < 0.019 ? 4 : 3)}`),
       hint: (row) => row.runs.map((index) => seedWords(group.runs[index], row.of)).join("\n"),
     },
@@ -29,7 +29,7 @@ function columnsOf(group) {
     number("time on link", (row) => rowSeconds(row, group), humanSeconds, {
       title: "local steps and exchange on the link chosen above", bar: (row) => rowSeconds(row, group) / slowest(),
     }),
-    number("drift", (row) => row.drift, (value) => percent(value, 1), { title: "drift between replicas: the largest distance of one's weights from the mean of all, relative" }),
+    number("drift", (row) => row.drift, (value) => percent(value, 1), { title: "drift between replicas: the largest distance of a replica's weights from the mean of all, relative" }),
     number("rounds", (row) => row.rounds, whole),
     number("waiting", (row) => row.waiting, (value) => percent(value), { title: "share of the time spent waiting for others" }),
   ];

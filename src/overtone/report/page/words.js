@@ -1,4 +1,4 @@
-// Numbers as people read them; the same words as overtone.words and the table in the terminal.
+// Numbers as text, in the same words as the table in the terminal (overtone/report/table.py).
 
 const NONE = "–";
 
@@ -41,7 +41,7 @@ const maybe = (value, write) => (value == null ? NONE : write(value));
 
 const times = (value) => (value < 999.5 ? digits(value) : whole(Math.round(value)));
 
-// As overtone.table.ratio. A row that sends nothing sends infinitely less, which JSON cannot say.
+// As ratio in overtone/report/table.py. For a row that sends nothing the ratio is infinite, which JSON cannot express.
 function fewer(ratio, nothing) {
   if (nothing) return "nothing";
   if (ratio == null) return "";

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: their format, their index on disk, and who writes them."""
+"""Checkpoints: their file format, the index of those that exist, and the writer."""

@@ -1,8 +1,9 @@
-"""Checkpoints: everything of every replica, to go on bit for bit.
+"""The file format of checkpoints: everything of one replica, so that a run can continue bit for bit.
 
-Each replica writes a file of its own, so that nothing of it crosses the network: tensors in `safetensors`, all else as
-JSON in the file's header. A file is written beside, flushed to the disk and renamed; a checkpoint is complete when the
-files of all its replicas are there. Reading executes nothing.
+Each replica writes a file of its own; no checkpoint data crosses the network. Tensors are stored by `safetensors`,
+everything else as JSON in the header of the file. A file is first written under a temporary name, then flushed to the
+disk and renamed. A checkpoint is complete when the files of all its replicas exist. Reading never executes code: JSON
+gives numbers and texts, safetensors gives raw numbers.
 """
 
 from __future__ import annotations
@@ -22,17 +23,59 @@ from torch import Tensor
 from overtone.coding import fingerprint
 from overtone.errors import CheckpointError, OvertoneError, StateError, shortened
 from overtone.replica import Replica
-from overtone.runs.checkpoint import tree as nest
 
 FORMAT = 1
-FOLDED = ("model.", "inner.", "replica.")  # tensors that become one when the number of replicas changes
+FOLDED = ("model.", "inner.", "replica.")  # tensors with these prefixes are averaged when the replica count changes
+
+
+# -- trees of tensors ------------------------------------------------------------------------------------------------
+
+
+def flatten(tree: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
+    """The tree as JSON, with the name of each tensor in its place. The tensors go into ``tensors``, by name."""
+    if isinstance(tree, Tensor) and tree.is_complex():  # as pairs: safetensors does not know every complex type
+        tensors[name] = torch.view_as_real(tree.detach().resolve_conj())
+        return {"complex": name}
+    if isinstance(tree, Tensor):
+        tensors[name] = tree
+        return {"tensor": name}
+    if isinstance(tree, Mapping):  # as pairs: JSON would turn keys that are numbers into texts
+        return {"map": [[key, flatten(value, tensors, _below(name, key))] for key, value in tree.items()]}
+    if isinstance(tree, list | tuple):
+        kind = "list" if isinstance(tree, list) else "tuple"
+        return {kind: [flatten(value, tensors, _below(name, i)) for i, value in enumerate(tree)]}
+    if isinstance(tree, bool | int | float | str | None):
+        return tree
+    raise StateError(
+        f"{name}: a {type(tree).__name__} cannot be saved; use numbers, texts, tensors, and dicts and lists of them"
+    )
+
+
+def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `flatten`."""
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, value),) = tree.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "complex":
+        return torch.view_as_complex(tensors[value])
+    if kind == "map":
+        return {key: unflatten(inner, tensors) for key, inner in value}
+    parts = [unflatten(inner, tensors) for inner in value]
+    return parts if kind == "list" else tuple(parts)
+
+
+def _below(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
 
 
 # -- one file --------------------------------------------------------------------------------------------------------
 
 
 class File:
-    """One replica's file; refused, naming it and the reason, if it is not whole. Tensors are read when asked for."""
+    """The file of one replica. Opening checks the whole file and raises `CheckpointError` if it is not sound; tensors
+    are read when they are asked for."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,32 +93,35 @@ class File:
             said = json.loads(header)
             if said["format"] != FORMAT:
                 raise CheckpointError(f"{path}: format {said['format']}; this version of overtone reads {FORMAT}")
-            self.tree = said["tree"]
-            if said["fingerprint"] != stamp(self.tree, self.names, self.tensor):
+            self.flat = said["tree"]
+            if said["fingerprint"] != stamp(self.flat, self.names, self.tensor):
                 raise damaged(path, "it does not hold what was written")
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise damaged(path, f"its header cannot be read: {shortened(error)}") from error
 
     def tensor(self, name: str) -> Tensor:
+        """One tensor, read from the disk."""
         found: Tensor = self._file.get_tensor(name)
         return found
 
-    def together(self, tensor: Callable[[str], Tensor] | None = None) -> Any:
-        """The whole tree; ``tensor`` says where to take tensors from, if not from here."""
+    def tree(self, tensor: Callable[[str], Tensor] | None = None) -> dict[str, Any]:
+        """The whole tree. ``tensor`` gives a tensor by its name; by default it is read from this file."""
         with reading(self.path, "header"):
-            tree = nest.together(self.tree, {name: (tensor or self.tensor)(name) for name in self.names})
+            tree = unflatten(self.flat, {name: (tensor or self.tensor)(name) for name in self.names})
             if not isinstance(tree, dict):
-                raise TypeError(f"a {type(tree).__name__} where a tree belongs")
+                raise TypeError(f"a {type(tree).__name__} in place of a tree")
             return tree
 
 
 def damaged(path: Path, why: str) -> CheckpointError:
+    """The error for a file that is not sound, with the way out."""
     return CheckpointError(f"{path}: damaged ({why}). Delete {path.parent} to go on from the checkpoint before it")
 
 
 @contextmanager
 def reading(path: Path, part: str) -> Iterator[None]:
-    """A right stamp does not make a file sound: what it says of a part may be of any kind."""
+    """Turn any error inside into a `CheckpointError` that names the file and the part. A correct fingerprint does not
+    prove that the values make sense: whoever writes a file can also compute its fingerprint."""
     try:
         yield
     except OvertoneError:
@@ -84,21 +130,21 @@ def reading(path: Path, part: str) -> Iterator[None]:
         raise damaged(path, f"its {part} cannot be read: {shortened(error)}") from error
 
 
-def read(path: Path) -> Any:
-    """One replica's tree."""
-    return File(path).together()
+def read(path: Path) -> dict[str, Any]:
+    """The tree of one replica."""
+    return File(path).tree()
 
 
-def stamp(tree: Any, names: Sequence[str], tensor: Callable[[str], Tensor]) -> str:
-    """A fingerprint of all there is: the tree as it is written, and the tensors."""
-    words = fingerprint.of_text(json.dumps([tree, names]))
+def stamp(flat: Any, names: Sequence[str], tensor: Callable[[str], Tensor]) -> str:
+    """A fingerprint of the whole content: the flattened tree as JSON, and the tensors."""
+    words = fingerprint.of_text(json.dumps([flat, names]))
     return (words + fingerprint.of_tensors(tensor(name) for name in names)).hex()
 
 
-def write(path: Path, tree: Any, tensors: dict[str, Tensor]) -> None:
-    """``tree`` is what `nest.apart` left; whole or not at all."""
+def write(path: Path, flat: Any, tensors: dict[str, Tensor]) -> None:
+    """Write a flattened tree and its tensors. The file appears under ``path`` complete or not at all."""
     beside = path.with_name(f".{path.name}.tmp")
-    said = {"format": FORMAT, "fingerprint": stamp(tree, sorted(tensors), tensors.__getitem__), "tree": tree}
+    said = {"format": FORMAT, "fingerprint": stamp(flat, sorted(tensors), tensors.__getitem__), "tree": flat}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(tensors, str(beside), metadata={"overtone": json.dumps(said)})
@@ -121,11 +167,11 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-# -- a replica's part of it ------------------------------------------------------------------------------------------
+# -- the replica's part of the tree ----------------------------------------------------------------------------------
 
 
 def tree_of(replica: Replica) -> dict[str, Any]:
-    """Model, inner optimiser and exchange state of a replica; tensors are references."""
+    """Model, inner optimiser and exchange state of a replica. The tensors are references, not copies."""
     return {
         "model": {**replica.parameters.all, **replica.buffers.named()},
         "inner": replica.inner.state_dict(),
@@ -135,7 +181,8 @@ def tree_of(replica: Replica) -> dict[str, Any]:
 
 @torch.no_grad()
 def restore(replica: Replica, tree: Mapping[str, Any]) -> None:
-    """The exchange state first: it refuses a state of another model or method before anything is touched."""
+    """Load what `tree_of` saved. The exchange state comes first: it refuses the state of another model or method
+    before anything has changed."""
     replica.load_state_dict(tree["replica"])
     mine = {**replica.parameters.all, **replica.buffers.named()}
     for name, tensor in mine.items():
@@ -143,24 +190,27 @@ def restore(replica: Replica, tree: Mapping[str, Any]) -> None:
             raise StateError(f"model: {name} is {tuple(tree['model'][name].shape)} in the saved state")
     for name, tensor in mine.items():
         tensor.copy_(tree["model"][name])
-    # The optimiser brings its own numbers along; what this run was told counts.
-    numbers = [{key: value for key, value in g.items() if key != "params"} for g in replica.inner.param_groups]
+    # An optimiser's state includes its options (weight decay and so on). The options of this run win.
+    options = [{key: value for key, value in g.items() if key != "params"} for g in replica.inner.param_groups]
     try:
         replica.inner.load_state_dict(tree["inner"])
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(f"the inner optimiser's saved state does not fit this one ({shortened(error)})") from error
-    for group, own in zip(replica.inner.param_groups, numbers, strict=True):
+    for group, own in zip(replica.inner.param_groups, options, strict=True):
         group.update(own)
 
 
-def blend(paths: Sequence[Path], *, consensus: bool, rank: int) -> Any:
-    """What replica ``rank`` starts from when their number has changed; ``paths`` are the files of all old replicas.
+# -- another number of replicas --------------------------------------------------------------------------------------
 
-    With consensus every floating tensor of model, inner optimiser and exchange becomes its mean over the old replicas:
-    what they share already (anchor, momentum, statistics) stays as it is to the bit, and what is private (residual,
-    weights, inner moments) is folded together, so that the mean of all replicas' weights, and all that is still owed to
-    the anchor, survives. Without consensus there is nothing to keep together: the new replica goes on from the old one
-    of the same rank, modulo K; so does all else of it in either case.
+
+def fold(paths: Sequence[Path], *, consensus: bool, rank: int) -> dict[str, Any]:
+    """The tree from which replica ``rank`` starts if the number of replicas has changed. ``paths`` are the files of all
+    old replicas.
+
+    With consensus, every floating tensor of model, inner optimiser and exchange state becomes its mean over the old
+    replicas. Tensors that the replicas share (anchor, momentum, statistics) stay the same to the bit. Private tensors
+    (residual, weights, inner moments) are averaged, so the mean of all weights and of all residuals is preserved.
+    Everything else is taken from old rank ``rank % K``. Without consensus, the whole tree is.
     """
     if not consensus:
         return read(paths[rank % len(paths)])
@@ -173,10 +223,11 @@ def blend(paths: Sequence[Path], *, consensus: bool, rank: int) -> Any:
     def folded(name: str) -> Tensor:
         return _mean(file.tensor(name) for file in files) if name.startswith(FOLDED) else own.tensor(name)
 
-    return own.together(folded)
+    return own.tree(folded)
 
 
 def _mean(values: Iterator[Tensor]) -> Tensor:
+    """The mean in float64. Equal tensors are returned as they are: a sum could round them."""
     first = next(values)
     if not first.is_floating_point():
         return first
