@@ -1,4 +1,4 @@
-"""What the README tells people to type, typed."""
+"""README and docs: what they tell people to type is typed, what they name is there."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -17,12 +18,15 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
-def commands_of(program: str) -> list[str]:
-    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def commands_of(program: str, text: str = README) -> list[str]:
+    lines = [line.split("#")[0].strip() for block in blocks("sh", text) for line in block.splitlines()]
     return [line for line in lines if line.startswith(program + " ")]
 
 
@@ -54,7 +58,8 @@ def test_every_overtone_command_is_understood(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "runs" / "mine").mkdir(parents=True)  # what --resume speaks of
     (tmp_path / "runs" / "mine" / "run.jsonl").write_text("")
     (tmp_path / "runs" / "mine" / "config.toml").write_text(toml.toml(Run()))
-    found = commands_of("overtone")
+    (tmp_path / "run.toml").write_text("replicas = 4")
+    found = [line for page in PAGES for line in commands_of("overtone", page.read_text())]
     assert found
     for line in found:
         arguments.parse(shlex.split(line)[1:])
@@ -93,11 +98,109 @@ def test_the_torchrun_line_runs() -> None:
     assert len({(loss, sent, model) for _, loss, sent, model in models}) == 1
 
 
-def test_every_file_of_the_tree_exists() -> None:
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 170
+
+
+def test_the_tree_names_every_flat_file_and_every_folder() -> None:
+    """Of src/overtone, and nothing that is not there."""
     (tree,) = [block for block in blocks("text") if "replica.py" in block]
-    for name in re.findall(r"^\s*(\S+\.(?:py|md|txt))\s", tree, re.MULTILINE):
-        assert list(ROOT.glob(f"**/{name}")), name
-    shown = set(re.findall(r"(\w+\.py)", tree))
-    for path in (ROOT / "src" / "overtone").rglob("*.py"):
-        if path.name != "__init__.py":
-            assert path.name in shown, f"{path.name} is not in the README's tree"
+    inside = [line for line in tree.splitlines() if line.startswith("  ")]
+    named = [name for line in inside for name in re.findall(r"\w+\.py|\w+/", line)]
+    package = ROOT / "src" / "overtone"
+    there = [path.name for path in package.glob("*.py")]
+    there += [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
+    assert sorted(named) == sorted(there)
+    for name in re.findall(r"^(\S+/)|(?<=  )([a-z]+/)", tree.split(inside[-1])[1], re.MULTILINE):
+        assert (ROOT / "".join(name)).is_dir(), name
+
+
+def test_the_files_to_read_first_exist() -> None:
+    (sentence,) = [text for text in README.split("\n\n") if text.startswith("Read these five")]
+    found = re.findall(r"`([\w/]+\.py)`", sentence)
+    assert len(found) == 8  # five, and three side trips
+    for name in found:
+        assert (ROOT / "src" / "overtone" / name.removeprefix("src/overtone/")).is_file(), name
+
+
+# -- docs ----------------------------------------------------------------------------------------------------------
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        assert path.is_relative_to(ROOT), target
+        if anchor:
+            assert anchor in anchors(path), target
+
+
+def test_the_index_lists_every_page_once() -> None:
+    lines = re.findall(r"^- \[\S+\]\((\S+\.md)\): ", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    assert sorted([*lines, "index.md"]) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "tasks.md"], ids=lambda page: page.name)
+def test_lines_of_prose_are_short(page: Path) -> None:
+    for line in prose(page).splitlines():
+        assert len(line) <= 120 or line.startswith(("|", "![", "    ")), line
+
+
+def test_the_cluster_runs_as_printed() -> None:
+    import torch
+
+    import overtone
+
+    (block,) = blocks("python", (ROOT / "docs" / "library.md").read_text())
+
+    def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(64, 64)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        mean: torch.Tensor = model(batch).square().mean()
+        return mean
+
+    space = {"overtone": overtone, "build": build, "loss": loss, "batch_of": torch.ones(8, 2, 64)}
+    exec(block, space)
+    assert [replica.steps for replica in space["cluster"].replicas] == [1] * 8  # type: ignore[attr-defined]
+
+
+def test_every_function_of_the_formulas_exists() -> None:
+    text = (ROOT / "docs" / "formulas.md").read_text()
+    rows = [line for line in text.split("## ")[0].splitlines() if line.startswith("| ") and "`" in line]
+    names = [name for row in rows for name in re.findall(r"`([\w.]+)`", row.rsplit("|", 2)[1])]
+    assert len(names) > 20
+    for name in names:
+        resolve_name(f"overtone.{name}")  # raises if it is not there
+
+
+def test_the_tests_that_the_docs_name_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"`(?:tests/)?(test_\w+\.py)`", page.read_text()):
+            assert (ROOT / "tests" / name).is_file(), f"{page.name}: {name}"
+
+
+def test_the_glossary_is_short_and_its_words_are_used() -> None:
+    glossary = ROOT / "docs" / "glossary.md"
+    words = re.findall(r"^\| \*\*(.+?)\*\*", glossary.read_text(), re.MULTILINE)
+    assert 20 <= len(words) <= 28
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(path.read_text() for path in sources if path != glossary).lower()
+    for word in words:
+        assert re.search(rf"\b{word}\b", text), word
