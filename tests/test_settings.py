@@ -134,6 +134,7 @@ def test_an_unknown_recipe_lists_them() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_dry_run_tells_what_a_recipe_costs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
     commands.run(parse(["train", "--recipe", name, "--dry-run"]))
     shown = capsys.readouterr().out
     for word in ("parameters", "sent a round", "memory", "alone", "ddp", "diloco", "published", "decoupled"):
