@@ -8,7 +8,7 @@ ALL := $(VENV)/.overtone-dev
 PINS := $(VENV)/.overtone-pins
 OLDEST ?= .venv-oldest
 CORE := golden vectors equivalence transcriptions battery corners codec kernels dct layout wire wire_spec patterns \
-	fingerprint leaving_out gloo simulate settings
+	fingerprint leaving_out gloo simulate settings cli command_lines
 , := ,
 
 .PHONY: help demo format check quick test package oldest browser bench paper studies clean
@@ -75,5 +75,5 @@ endef
 $(OLDEST)/.overtone-oldest: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e ".[bench]" \
-		pytest pytest-xdist pytest-timeout hypothesis
+		safetensors pytest pytest-xdist pytest-timeout hypothesis
 	touch $@

@@ -121,6 +121,8 @@ def test_time_follows_the_network(text: Path, tmp_path: Path) -> None:
 def test_mistakes_get_one_clear_line(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     from overtone import cli
 
+    if "image" in flags:
+        pytest.importorskip("transformers")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["overtone", "simulate", *flags])
         with pytest.raises(SystemExit) as stop:

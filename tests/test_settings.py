@@ -195,6 +195,7 @@ def test_an_unknown_recipe_lists_them() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_dry_run_tells_what_a_recipe_costs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
     run, flags = parse(["train", "--recipe", name, "--dry-run"])
     run(flags)
     shown = capsys.readouterr().out
