@@ -48,7 +48,7 @@ bench: $(ALL)  ## speed of the codec and of the loop, against the published path
 	$(BIN)/overtone bench train
 
 paper: $(ALL)  ## the paper's table in miniature: about an hour on two cores; goes on where it was cut off
-	$(BIN)/python benchmarks/paper.py
+	$(BIN)/python benchmarks/paper.py $(if $(DATA),--data $(DATA))
 
 studies: $(ALL)  ## the small studies behind docs/log.md; TEXT=file
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/studies.py --text $(TEXT)

@@ -80,6 +80,10 @@ class Codec(Protocol):
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout: ...
 
+    def describe(self) -> str:
+        """What is sent, in sentences for people."""
+        ...
+
     def kept(self, slab: Slab) -> int:
         """How many values of each chunk of the slab are sent."""
         ...
@@ -116,6 +120,9 @@ class Dense:
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
         return Layout.flat(shapes)
+
+    def describe(self) -> str:
+        return "Every value is sent, in fp32."
 
     def kept(self, slab: Slab) -> int:
         return slab.area
@@ -182,6 +189,13 @@ class TopK:
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
         basis = dct.TRANSFORMS[self.transform]
         return Layout(shapes, chunk=self.chunk, plain_below=self.plain_below, basis=basis)
+
+    def describe(self) -> str:
+        return (
+            f"The strongest coefficients of each chunk travel at {self.bits} bit{'s' if self.bits > 1 else ''}; "
+            f"tensors of one axis and those of fewer than {self.plain_below} values travel densely. Sizes are the "
+            "least possible: real messages are within 6 % of them if at most half is kept, and outliers add to them."
+        )
 
     def kept(self, slab: Slab) -> int:
         """k: how many values of each chunk of the slab travel."""

@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 
 from overtone.cli.console import out
-from overtone.codec import Payload, TopK
+from overtone.codec import Codec, Payload
 from overtone.coding.chunks import Slab
 from overtone.common import limits
 from overtone.common.limits import human_bytes
@@ -112,15 +112,14 @@ def memory(method: Method, shapes: Mapping[str, tuple[int, ...]], inner: str) ->
 
 def how(method: Method, shape: tuple[int, ...]) -> tuple[str, float]:
     """How a tensor travels, in words, and about how many bytes of a message it takes."""
-    size = math.prod(shape)
     if method.every is None:
         return "never", 0.0
-    if not isinstance(method.codec, TopK):
-        return "densely, fp32", 4.0 * size
     codec = method.codec
     slabs = codec.layout([shape]).slabs
-    if slabs and slabs[0].plain:
-        return f"densely, {'fp32' if codec.width(slabs[0]) == 32 else 'bf16'}", codec.width(slabs[0]) * size / 8
+    if all(slab.plain for slab in slabs):
+        widths = {codec.width(slab) for slab in slabs}
+        size = sum(codec.width(slab) * slab.size for slab in slabs) / 8
+        return f"densely, {'bf16' if widths == {16} else 'fp32'}", size
     chunks: dict[tuple[int, int], int] = {}
     for slab in slabs:
         chunks[slab.h, slab.w] = chunks.get((slab.h, slab.w), 0) + slab.chunks
@@ -129,7 +128,7 @@ def how(method: Method, shape: tuple[int, ...]) -> tuple[str, float]:
     return ", ".join(words), sum(bits_of(codec, slab) for slab in slabs) / 8
 
 
-def bits_of(codec: TopK, slab: Slab) -> float:
+def bits_of(codec: Codec, slab: Slab) -> float:
     """The least number of bits for a slab: log2 C(a, k) for positions, k · bits for values, 16 for each scale. Messages
     are within 6 % of it if less than half of a chunk is kept: tests/test_codec.py."""
     k, width = codec.kept(slab), codec.width(slab)
@@ -156,16 +155,9 @@ def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int
         return f"{method.name}: {parameters / 1e6:.2f} M parameters, nothing is ever sent."
     message, sent = round_bytes(method, shapes, replicas)
     pattern = "summed on the way" if method.codec.payload is Payload.NUMBERS else "gathered by all"
-    dense = ""
-    if isinstance(method.codec, TopK):
-        codec = method.codec
-        dense = (
-            f"\nThe strongest coefficients of each chunk travel at {codec.bits} bit{'s' if codec.bits > 1 else ''}; "
-            f"tensors of one axis and those of fewer than {codec.plain_below} values travel densely. Sizes are the "
-            "least possible: real messages are within 6 % of them if at most half is kept, and outliers add to them."
-        )
+    lossy = "" if method.codec.lossless else f"\n{method.codec.describe()}"
     return (
         f"{method.name}: {parameters / 1e6:.2f} M parameters, {human_bytes(message)} per message, every "
         f"{method.every} steps, {pattern}: each of {replicas} replicas sends about {human_bytes(sent)} a round, "
-        f"{8 * message / parameters:.3g} bits per parameter and message.{dense}"
+        f"{8 * message / parameters:.3g} bits per parameter and message.{lossy}"
     )

@@ -15,7 +15,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from overtone.methods import METHODS
+from overtone.methods import EVERY_GRADIENT, METHODS, NO_EXCHANGE, REFERENCE
 from overtone.report.history import History, MetricsOf
 
 SHARED: MetricsOf = "metrics"
@@ -162,7 +162,7 @@ class Group:
     def diloco(self) -> Row | None:
         """The reference: the DiLoCo row with the smallest `every`, then with most seeds, then with the lowest loss."""
         return min(
-            self._of("diloco"),
+            self._of(REFERENCE),
             key=lambda row: (row.runs[0].start["numbers"]["every"], -len(row.finished), row.loss),
             default=None,
         )
@@ -170,12 +170,12 @@ class Group:
     @cached_property
     def ddp(self) -> Row | None:
         """The row of plain data parallelism."""
-        return next(iter(self._of("ddp")), None)
+        return next(iter(self._of(EVERY_GRADIENT)), None)
 
     @cached_property
     def alone(self) -> Row | None:
         """The row without communication."""
-        return next(iter(self._of("alone")), None)
+        return next(iter(self._of(NO_EXCHANGE)), None)
 
     def versus(self, row: Row) -> Versus:
         """The row compared with DiLoCo, data parallelism and training alone."""
