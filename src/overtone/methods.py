@@ -175,6 +175,7 @@ def method_named(name: str, **options: object) -> Method:
     """The row of that name with these options. The error for an unknown name or option lists the known ones."""
     if name not in METHODS:
         raise MethodError(f"method {name!r}: unknown; there are {', '.join(METHODS)}")
+    # Checked here, because Python's own error for an unknown keyword does not list the known ones.
     known = takes(name)
     for option in options:
         if option not in known:

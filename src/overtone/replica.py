@@ -168,6 +168,7 @@ class Replica:
         if self._showing_anchor:
             raise ModelError("anchor: the model shows it already; leave the first `with replica.anchor()` first")
         self._refuse_changes("anchor")
+        # Buffers are copied even without consensus: an evaluation in training mode changes them.
         own = [t.clone() for t in self._shown_tensors()]
         if self.method.consensus:
             if "anchor" in self.state.tensors:
@@ -205,6 +206,7 @@ class Replica:
         else:
             self._inner_step.must_wait(self.method.name)
         state, every = self.exchanger.state, self.method.every
+        # Counted even if a GradScaler skipped the step: all replicas must reach the round at the same count.
         state.steps += 1
         return every is not None and state.steps - state.steps_at_round >= every
 
@@ -245,6 +247,7 @@ class Replica:
             self.method.rule.close(self.state.tensors)
             for _ in range(self.method.drain):
                 rounds.append((yield from self.rounding(self.method.draining())))  # noqa: PERF401 (it yields)
+            # All replicas now take the anchor as their weights, so the rest of the residual is dropped.
             self.state.tensors["residual"].zero_()
         if self.method.consensus:
             yield from self._closing()
@@ -263,6 +266,7 @@ class Replica:
         anchor, weights = self.exchanger.anchor_tensors(), self.parameters.tensors
         if on_weights and not self._changes():
             self.exchanger.show(self.state.tensors["anchor"])
+        # Integer buffers are not here: every header has their fingerprint.
         rest = [*self.parameters.frozen, *self.buffers.float_tensors()]
         received = yield from self._last_message([*anchor, *weights, *rest] if on_weights else [*weights, *rest])
         # The usual case: one message with the fingerprint of everything is enough.

@@ -180,7 +180,7 @@ class Outer(Rule):
         return state
 
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
-        if "residual" not in state:
+        if "residual" not in state:  # lossless: the drift is sent in full, and nothing has to be added up
             return signal.coefficients()
         return signal.into(state["residual"], keep=self.decay)
 
@@ -246,6 +246,7 @@ class Published(Rule):
         return True
 
     def absorb(self, state: State, mean: Tensor) -> Tensor:
+        # The authors' code adds the mean to the private momentum, so the replicas' momenta stay different.
         momentum = state["momentum"].add_(mean)
         state["anchor"].sub_(momentum.mul(self.decay).add_(state["drift"]).mul_(self.lr))
         return state["anchor"]
@@ -256,7 +257,8 @@ def _within(
 ) -> None:
     """Refuse a value that is no number, or lies outside [low, high]. ``above`` and ``below`` exclude the ends."""
     brackets = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float):  # a bool is an int for Python
         raise MethodError(f"{name}={value!r}: {what}must be a number in {brackets}")
+    # Written as "not inside" instead of "outside": NaN fails every comparison, and is refused too.
     if not (low < value if above else low <= value) or not (value < high if below else value <= high):
         raise MethodError(f"{name}={value}: {what}must lie in {brackets}")

@@ -32,7 +32,7 @@ class Buffers:
         self.model = model
         self.policy = policy
         for name, b in model.named_buffers():
-            why = unfit(b)
+            why = unfit(b)  # private buffers need no values to be read, but even they need a shape
             if why and (policy == "shared" or nn.parameter.is_lazy(b)):
                 raise ModelError(f"buffer {plain_name(name)}: {why}")
         named = self.named() if policy == "shared" else {}
@@ -158,6 +158,7 @@ class Buffers:
     def changes(self) -> Tensor:
         """All floating buffers minus their shared values, as one fp32 vector. It is exactly 0 where nothing changed."""
         pairs = zip(self.float_tensors(), self.shared, strict=True)
+        # `where` instead of a plain difference: NaN − NaN and ∞ − ∞ are NaN, and would spread in the sum.
         flat = [torch.where(_same(b, s), 0.0, b.float() - s.float()).view(-1).cpu() for b, s in pairs]
         return torch.cat(flat) if flat else torch.empty(0)
 
@@ -165,6 +166,7 @@ class Buffers:
         """The shared values plus the mean of the `changes` of all replicas."""
         parts = vector.split([s.numel() for s in self.shared]) if self.shared else ()
         moves = [part.view(s.shape).to(s.device) for part, s in zip(parts, self.shared, strict=True)]
+        # A buffer that no replica changed stays exactly as it is.
         return [s + move if bool(move.any()) else s for s, move in zip(self.shared, moves, strict=True)]
 
 

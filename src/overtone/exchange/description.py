@@ -55,7 +55,7 @@ def compare_descriptions(described: Mapping[int, bytes]) -> None:
 def _read(rank: int, raw: bytes) -> Description:
     try:
         about = json.loads(raw)
-    except (RecursionError, ValueError) as error:
+    except (RecursionError, ValueError) as error:  # a hostile peer can nest JSON too deeply for the parser
         raise MismatchError(f"handshake of rank {rank}: its description cannot be read ({error!r})") from error
     if not isinstance(about, dict):
         raise MismatchError(f"handshake of rank {rank}: its description is not an object of names and values")
@@ -64,6 +64,7 @@ def _read(rank: int, raw: bytes) -> Description:
 
 def compare_saved(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
     """Refuse a saved state of another model or method. The version may differ, as long as the state fits."""
+    # Neither the version nor the policy for refused messages changes the meaning of a state.
     keys = [key for key in _differing([saved, here]) if key not in ("overtone", "wire", "refused")]
     differences = [
         f"{key}: {saved.get(key, 'absent')} in the saved state, {here.get(key, 'absent')} here" for key in keys

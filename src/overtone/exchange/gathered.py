@@ -30,6 +30,7 @@ class Gathered:
     def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
         context = self.context
         if mine.header.kind in WITH_PAYLOAD:
+            # The order on the wire: flags, buffers, slabs. docs/wire.md specifies it.
             flags = context.pack_flags(mine.present) if context.flags else b""
             body = b"".join([flags, bytes_of(mine.buffers), *map(bytes_of, mine.blocks)])
         else:

@@ -84,6 +84,7 @@ def refuse_wrappers(model: nn.Module, inner: torch.optim.Optimizer) -> None:
 
 def _torch_classes(thing: object) -> set[str]:
     """The names of torch's own classes among the classes of an object."""
+    # A user's own class of the same name is no reason to refuse.
     return {kind.__name__ for kind in type(thing).__mro__ if kind.__module__.startswith("torch.")}
 
 

@@ -47,6 +47,7 @@ class Summed:
             except WireError as error:
                 inbox.refused[rank] = str(error)
         headers = [message.header for message in inbox.messages.values()]
+        # The last messages have no payload, so they need no sum: the verdict is gathered instead.
         if all(header.kind is Kind.FINISH for header in (mine.header, *headers)):
             yield from agree(inbox, mine.header, expected, seal)
             return _Sum(headers, self.context)
@@ -77,7 +78,7 @@ class Summed:
 
     def _numbers(self, mine: Contribution) -> list[Tensor]:
         device = self.context.device
-        if mine.header.kind not in WITH_PAYLOAD:
+        if mine.header.kind not in WITH_PAYLOAD:  # zeros: every rank must call the sum, with one length
             changes = sum(shared.numel() for shared in self.context.buffers.shared)
             return [torch.zeros(self.context.layout.size + changes, device=device)]
         blocks = [*mine.blocks, mine.buffers]
