@@ -1,5 +1,7 @@
-"""From the coefficients of a slab to a block of bytes and back. A codec may lose information, and says exactly what it
-lost: the values that `encode` returns as sent are, to the bit, what every receiver decodes.
+"""A codec turns the coefficients of a slab into a block of bytes, and back.
+
+A codec may lose information. It reports the loss exactly: the values that `encode` returns as sent are, bit for bit,
+the values that every receiver decodes.
 
 Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 """
@@ -31,13 +33,13 @@ MOST_CHUNK = 1024  # sums over larger chunks would not be exact any more (kernel
 class Payload(Enum):
     """The kind of payload that a codec makes, and so the pattern that its messages can follow."""
 
-    BYTES = "bytes"  # to be gathered: everybody reads everybody's
-    NUMBERS = "numbers"  # plain fp32 values, which the network may sum on the way
+    BYTES = "bytes"  # for an all-gather: every replica reads the payloads of all replicas
+    NUMBERS = "numbers"  # plain fp32 values, which an all-reduce can sum
 
 
 @dataclass(frozen=True)
 class Block:
-    """The payload of one slab. ``numbers`` are those of a codec whose payload can be summed."""
+    """The payload of one slab. ``numbers`` is set if the codec's payload can be summed, ``packed`` otherwise."""
 
     packed: bytes = b""
     numbers: Tensor | None = None
@@ -45,15 +47,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What one payload contributes to a slab: values (c, k) and where in its chunk each belongs; None is «all, in
-    order»."""
+    """The contribution of one payload to a slab: (c, k) values, and the position of each value in its chunk.
+
+    An ``index`` of None means that all values of a chunk are present, in order.
+    """
 
     index: Tensor | None  # (c, k) int64, ascending
     values: Tensor  # (c, k) float32
     kernels: Kernels = in_torch
 
     def add_to(self, here: Tensor, scale: float = 1.0) -> None:
-        """here += scale · self. Two elementwise operations in a fixed order, so the result is the same everywhere."""
+        """here += scale · self. Two elementwise operations in a fixed order give the same result on every replica."""
         values = self.values if scale == 1.0 else self.values * scale
         if self.index is None:
             here.add_(values.to(here.device))
@@ -65,54 +69,65 @@ Values = Callable[[], Tensor]
 
 
 class Codec(Protocol):
-    """Frozen numbers and a few verbs. A payload is the blocks of all slabs in the layout's order."""
+    """A codec is a set of frozen numbers with a few operations. It keeps no state between rounds.
+
+    A payload consists of the blocks of all slabs, in the order of the layout.
+    """
 
     @property
-    def lossless(self) -> bool: ...
+    def lossless(self) -> bool:
+        """True if receivers decode exactly the values that were encoded."""
+        ...
 
     @property
-    def payload(self) -> Payload: ...
+    def payload(self) -> Payload:
+        """The kind of payload that this codec makes."""
+        ...
 
     @property
     def whole(self) -> Codec | None:
-        """The codec of the draining messages: every coefficient at one bit. None if this codec leaves nothing over."""
+        """The codec of the draining messages: every coefficient at one bit. None if this codec leaves no residual."""
         ...
 
-    def layout(self, shapes: Sequence[Sequence[int]]) -> Layout: ...
+    def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
+        """The layout that this codec uses for tensors of these shapes."""
+        ...
 
     def describe(self) -> str:
         """What is sent, in sentences for people."""
         ...
 
     def kept(self, slab: Slab) -> int:
-        """How many values of each chunk of the slab are sent."""
+        """k: the number of values that are sent of each chunk of the slab."""
         ...
 
     def width(self, slab: Slab) -> int:
-        """Bits of each value that is sent of the slab."""
+        """The number of bits of each value that is sent of the slab."""
         ...
 
     def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:
-        """The block of a slab's coefficients (c, a), and what receivers will decode from it."""
+        """Return the block of a slab's coefficients (c, a), and the values that receivers will decode from it."""
         ...
 
     def decode(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> Decoded:
-        """What the next block says. Raises `WireError`; whatever the bytes, time and memory are bounded."""
+        """Decode the next block. Raises `WireError` if it is invalid. Time and memory are bounded for any bytes."""
         ...
 
     def check(self, reader: Reader, slab: Slab, kernels: Kernels = in_torch) -> None:
-        """Go past the next block; raises exactly if `decode` would."""
+        """Validate the next block and read past it. Raises `WireError` exactly if `decode` would."""
         ...
 
     def decode_own(self, block: Block, slab: Slab, kernels: Kernels = in_torch) -> Decoded:
-        """What receivers decode from a block that `encode` made."""
+        """Return the values that receivers decode from a block that `encode` made on this replica."""
         ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Every value, exact, in fp32: the honest no-op. Blocks are plain numbers, so they can be summed on the way; they
-    can be gathered as well."""
+    """No compression: every value is sent exactly, in fp32.
+
+    Blocks are plain numbers, so an all-reduce can sum them. They can be gathered as well.
+    """
 
     lossless = True
     payload = Payload.NUMBERS
@@ -147,11 +162,11 @@ class Dense:
 
 @dataclass(frozen=True)
 class TopK:
-    """The ``keep`` strongest coefficients of each chunk, at ``bits`` bits each with one scale per chunk.
+    """Sends the ``keep`` strongest coefficients of each chunk, at ``bits`` bits each, with one scale per chunk.
 
-    ``keep`` counts per chunk of 64 × 64; smaller and larger chunks keep in proportion to their area, at least one.
-    Tensors of one axis and tensors of fewer than ``plain_below`` values are sent whole, in bf16 (fp32 if ``bits`` is
-    32): compressing them would save little and hurt much.
+    ``keep`` is the number for a chunk of 64 × 64. Smaller and larger chunks keep in proportion to their area, and at
+    least one. Tensors of one axis and tensors of fewer than ``plain_below`` values are sent whole, in bf16 (fp32 if
+    ``bits`` is 32): compressing them would save few bytes and would harm training.
     """
 
     keep: int = 128
@@ -164,6 +179,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         for name in ("keep", "bits", "chunk", "plain_below"):
+            # Not `isinstance`: it would accept True and False.
             if type(getattr(self, name)) is not int:
                 raise MethodError(f"{name}={getattr(self, name)!r}: a whole number")
         if not 1 <= self.chunk <= MOST_CHUNK:
@@ -183,7 +199,7 @@ class TopK:
 
     @property
     def whole(self) -> TopK:
-        """The same chunks with every coefficient kept, one bit each: what `finish` drains residuals with."""
+        """The same chunks with every coefficient kept at one bit. `finish` drains the residuals with it."""
         return replace(self, keep=FULL_CHUNK, bits=1)
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
@@ -198,13 +214,13 @@ class TopK:
         )
 
     def kept(self, slab: Slab) -> int:
-        """k: how many values of each chunk of the slab travel."""
+        """k: the number of values that are sent of each chunk of the slab."""
         if slab.plain:
             return slab.area
         return min(slab.area, max(1, round(self.keep * slab.area / FULL_CHUNK)))
 
     def width(self, slab: Slab) -> int:
-        """Bits per value of the slab."""
+        """The number of bits of each value that is sent. Plain slabs have 16 at least."""
         return max(self.bits, 16) if slab.plain else self.bits
 
     def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:
@@ -212,6 +228,7 @@ class TopK:
         try:
             data, values, index = encode_values(coeffs, width, kernels, k)
         except NotFiniteError:
+            # Only now, on the way to an error, is it worth a pass to find the tensor at fault.
             bad = (~torch.isfinite(coeffs)).nonzero()
             chunk, position = bad[0].tolist()
             raise NotFiniteError(slab.tensor_of(chunk, position)) from None
@@ -233,7 +250,7 @@ class TopK:
 
 
 def check_payload(codec: Codec, reader: Reader, layout: Layout, kernels: Kernels = in_torch) -> None:
-    """Read a whole payload and forget it; raises `WireError` unless it will decode."""
+    """Read a whole payload and discard it. Raises `WireError` if it would not decode."""
     for slab in layout.slabs:
         codec.check(reader, slab, kernels)
     reader.end()
@@ -242,28 +259,33 @@ def check_payload(codec: Codec, reader: Reader, layout: Layout, kernels: Kernels
 def encode_values(
     coeffs: Tensor, bits: int, kernels: Kernels = in_torch, k: int | None = None
 ) -> tuple[bytes, Tensor, Tensor | None]:
-    """The ``k`` strongest of each row of (c, a) coefficients, all by default: their bytes, the (c, k) values that these
-    bytes decode to, and (unless all are kept) their positions.
+    """Encode the ``k`` strongest coefficients of each row of (c, a); all of them by default.
 
-    16 and 32 bits are bf16 and fp32 as they are. Fewer are codes on a uniform grid with one step per chunk; at one bit
-    that is sign × mean magnitude of the chunk. Values far beyond the grid follow as a list of exceptions: without it a
-    coefficient that always drifts faster than its chunk would never be sent in full, and its residual would grow
-    without bound.
+    Returns their bytes, the (c, k) values that these bytes decode to, and their positions (None if all are kept).
+
+    With 16 and 32 bits, values are sent as bf16 and fp32. With fewer bits, values are codes on a uniform grid with one
+    step per chunk; at one bit the grid is sign × mean magnitude of the chunk. Values far beyond the grid follow as a
+    list of exceptions. Without this list, a coefficient that always drifts faster than its chunk would never be sent in
+    full, and its residual would grow without bound.
     """
     index, values = None, coeffs
     if k is not None and k < coeffs.shape[1]:
         index = kernels.select(coeffs, k)
         values = coeffs.gather(1, index)
-    # NaN and infinity are the strongest of all, so they are among the chosen. Finite values may have an infinite sum.
+    # NaN and infinity compare as the strongest values, so the selection contains them and no others need a check.
+    # The sum is a fast first test. Finite values may have an infinite sum, so each value is tested then.
     if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
         raise NotFiniteError(-1)
     if bits == 32:
+        # A copy: without a selection, `values` is the residual itself, which changes when the sent part leaves it.
         data, decoded = tensor_bytes(values), values.clone()
     elif bits == 16:
+        # Clamped first: a large finite fp32 value would round to infinity in bf16.
         narrow = values.clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
         data, decoded = tensor_bytes(narrow), narrow.float()
     else:
         step, codes, far = kernels.quantize(values, bits)
+        # Decoded from the bf16 step that is sent, so that the sender and the receivers hold the same values.
         decoded = grid(codes, step, bits)
         data = tensor_bytes(step) + kernels.pack_codes(codes, bits) + far.numel().to_bytes(4, "little")
         if far.numel():
@@ -278,8 +300,11 @@ def encode_values(
 def open_values(
     reader: Reader, shape: tuple[int, int], bits: int, where: str, kernels: Kernels = in_torch, area: int | None = None
 ) -> tuple[Tensor | None, Values]:
-    """Positions and (c, k) values from their bytes: the inverse of `encode_values`. ``area`` is a, the length of its
-    rows. Everything is verified now; the values are worked out when they are asked for."""
+    """Read positions and (c, k) values: the inverse of `encode_values`. ``area`` is a, the length of a row.
+
+    All bytes are verified here. The values are computed only when the returned function is called, so that `check` does
+    not pay for them.
+    """
     c, k = shape
     index = None
     if area is not None and k < area:
@@ -292,12 +317,12 @@ def open_values(
     step = reader.tensor(c, torch.bfloat16, f"scales, {where}").float()
     most = largest_step(bits, torch.float32)
     low, high = torch.aminmax(step)
-    if not (float(low) >= 0.0 and float(high) <= most):  # NaN is neither
+    if not (float(low) >= 0.0 and float(high) <= most):  # NaN fails both comparisons
         raise WireError(f"scales, {where}: not all from 0 to {most:.3g}; the message is corrupt")
     codes = reader.take(field_bytes(c * k, bits), what)
     what = f"exceptions, {where}"
     count = reader.number(4, what)
-    if count > c * k:
+    if count > c * k:  # checked before any memory is reserved for so many
         raise WireError(f"{what}: {count} of {c * k} values; the message is corrupt")
     if not count:
         return index, lambda: kernels.unpack_grid(codes, step, k, bits)
@@ -313,12 +338,13 @@ def open_values(
 
 
 def mean(decoded: Iterable[Decoded], count: int, out: Tensor, *, over_senders: bool) -> Tensor:
-    """Mean of ``count`` payloads of a slab into ``out`` (c, a), summed in the order given: over all of them, or per
-    value over those that sent it.
+    """Write the mean of ``count`` payloads of a slab into ``out`` (c, a), summed in the order given.
 
-    Over all, sparse values are divided before they are summed: far fewer divisions, the same on every replica.
+    The mean is over all payloads, or with ``over_senders``, for each value over the payloads that contain it. In the
+    mean over all payloads, sparse values are divided before they are summed. This needs far fewer divisions, and the
+    result is the same on every replica.
     """
-    # By a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
+    # The divisor is a tensor: on GPUs, torch turns the division by a Python number into a product with its reciprocal.
     everybody = torch.tensor(float(count), device=out.device)
     out.zero_()
     senders = torch.zeros_like(out) if over_senders else None
@@ -333,5 +359,5 @@ def mean(decoded: Iterable[Decoded], count: int, out: Tensor, *, over_senders: b
         else:
             replace(one, values=one.values / everybody.to(one.values.device)).add_to(out)
     if senders is not None:
-        return out.div_(senders.clamp_min_(1))
+        return out.div_(senders.clamp_min_(1))  # a value that no replica sent stays 0
     return out.div_(everybody) if dense else out

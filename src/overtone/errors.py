@@ -1,60 +1,64 @@
-"""All errors, as the user meets them. Every message names the thing, the value, the rule and the way out."""
+"""All errors that users can meet. Every message names the thing, the value, the rule and the way out."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-MOST_PRINTED = 2000  # characters of what somebody else said
+MOST_PRINTED = 2000  # characters of a text from another process that one of our messages shows
 
 
 class OvertoneError(Exception):
     """Base of all errors that overtone raises on purpose."""
 
-    status: ClassVar[int] = 1  # of a command that ends with it: 1 for what happened, 2 for what was typed wrong
+    # The exit status of a command that ends with this error: 1 for a failure, 2 for a mistake on the command line.
+    status: ClassVar[int] = 1
 
 
 class OvertoneWarning(UserWarning):
-    """Something is wrong, and the work goes on without it."""
+    """Something is wrong, but the work can go on."""
 
 
 class MethodError(OvertoneError, ValueError):
-    """A method, rule or codec was given a number it cannot work with."""
+    """A method, rule or codec was given a value that it cannot work with."""
 
     status = 2
 
 
 class EnvironmentVariableError(OvertoneError, ValueError):
-    """A variable of the environment that says what it cannot mean."""
+    """An environment variable has a value that makes no sense."""
 
     status = 2
 
 
 class ModelError(OvertoneError, ValueError):
-    """The model or its inner optimiser cannot be wrapped, or changed under the replica's feet."""
+    """The model or its inner optimizer cannot be wrapped, or it changed after the replica was built."""
 
 
 class MismatchError(OvertoneError, RuntimeError):
-    """Replicas do not agree: on method, model or version before the first step, or on the anchor afterwards."""
+    """Replicas differ: in method, model or version before the first step, or in the anchor afterwards."""
 
 
 class PeerError(OvertoneError, RuntimeError):
-    """A replica could not take part in a round; raised on every rank, naming the one at fault."""
+    """A replica could not take part in a round. It is raised on every rank, and names the rank at fault."""
 
 
 class RelayedError(PeerError):
-    """Somebody else's failure, as this rank heard of it: the one at fault says more."""
+    """Another rank failed, and this rank only saw the effect. The error of the failed rank says more."""
 
 
 class GaveUpError(PeerError):
-    """A replica said that it cannot go on, most often since its numbers are not finite: it would say so again."""
+    """A replica reported that it cannot go on, most often because its values are not finite.
+
+    A retry does not help: the replica would report the same again.
+    """
 
 
 class WireError(OvertoneError, ValueError):
-    """Bytes that are not a message of this round of this run."""
+    """The received bytes are not a valid message of this round of this run."""
 
 
 class NotFiniteError(OvertoneError, ValueError):
-    """Coefficients with an infinity or NaN among them; ``tensor`` says in which tensor, counted from 0."""
+    """Some coefficients are infinite or NaN. ``tensor`` is the index of the tensor, counted from 0."""
 
     def __init__(self, tensor: int) -> None:
         super().__init__(f"tensor {tensor}: values that are not finite")
@@ -69,7 +73,7 @@ class StateError(OvertoneError, ValueError):
 
 
 class ConfigError(OvertoneError, ValueError):
-    """A number of the run that cannot be used."""
+    """A setting of the run cannot be used."""
 
     status = 2
 
@@ -81,41 +85,44 @@ class TaskError(OvertoneError, ValueError):
 
 
 class StreamError(TaskError):
-    """A stream that broke off: no fault of what was typed."""
+    """A stream of data broke off. The command line is not at fault, so the status is 1."""
 
     status = 1
 
 
 class RunError(OvertoneError, RuntimeError):
-    """A run directory that cannot be used."""
+    """A run directory cannot be used."""
 
 
 class UnfitRunError(RunError):
-    """A run directory that cannot be meant: used already, not a run, not a place to write to."""
+    """The named run directory must be a mistake: it is in use already, is not a run, or cannot be written to."""
 
     status = 2
 
 
 class CheckpointError(OvertoneError, RuntimeError):
-    """A checkpoint that cannot be written or read."""
+    """A checkpoint cannot be written or read."""
 
 
 class RunLogError(OvertoneError, RuntimeError):
-    """A run log that cannot be written or read."""
+    """A run log cannot be written or read."""
 
 
 class NotALogError(RunLogError):
-    """What was named is not the log of a run."""
+    """The named file or directory is not the log of a run."""
 
     status = 2
 
 
 class DamagedLogWarning(OvertoneWarning):
-    """Lines of a run log that cannot be read; the others can."""
+    """Some lines of a run log cannot be read. The other lines can."""
 
 
 class ReplicaError(OvertoneError, RuntimeError):
-    """A replica of the run failed; its own words, and its own status: what was typed wrong is so in a replica too."""
+    """A replica of the run failed. The message and the status are those of the replica.
+
+    The status is passed on because a replica, too, can be the first to find a mistake on the command line.
+    """
 
     def __init__(self, words: str, status: int = 1) -> None:
         super().__init__(words)
@@ -123,37 +130,41 @@ class ReplicaError(OvertoneError, RuntimeError):
 
 
 class MachineError(OvertoneError, RuntimeError):
-    """The machine could not do what was asked."""
+    """The operating system or the hardware could not do what the run needs."""
 
 
 class FileNameError(MachineError):
-    """The name of a file that the system does not take."""
+    """The operating system does not accept the name of a file."""
 
     status = 2
 
 
-# -- words in messages ---------------------------------------------------------------------------------------------
+# -- foreign text in messages --------------------------------------------------------------------------------------
 
 
 def visible(text: str) -> str:
-    """Text of unknown origin, fit for a terminal: what it would obey (escape sequences, control characters) is spelt
-    out, but for newlines and tabs; so is what no file can hold (half characters)."""
+    """Make text of unknown origin safe for a terminal and for files.
+
+    Control characters and escape sequences are written as escapes, except newlines and tabs: a terminal would obey
+    them. Lone surrogates are written as escapes too: no file can hold them.
+    """
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def printable(text: str) -> str:
-    """Somebody else's words in one line of a message: control characters and line ends are spelt out, and what is too
-    long is cut."""
+    """Make foreign text fit for one line of a message: control characters and line ends become escapes, and text that
+    is too long is cut."""
+    # Cut before the escaping too: the text may be of any length.
     shown = visible(text[: MOST_PRINTED + 1]).replace("\n", "\\n").replace("\t", "\\t")
     return shown if len(shown) <= MOST_PRINTED else shown[: MOST_PRINTED - 1] + "…"
 
 
 def shortened(value: object) -> str:
-    """Somebody else's value in a message: its beginning is enough to find it by."""
+    """The beginning of a foreign value, for a message. The beginning is enough to recognize the value."""
     text = printable(repr(value))
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def one_line(text: str) -> str:
-    """A message of our own, whatever went into it, on a single line."""
+    """One of our own messages on a single line, whatever foreign text it contains."""
     return " ".join(visible(text).split("\n"))

@@ -1,6 +1,6 @@
-"""All that is measured: bytes through a replica's network interface, seconds spent waiting, the record of a round.
+"""All measurements: bytes through a replica's network interface, seconds spent waiting, the record of a round.
 
-Every collective counts its own bytes, in a `Count` of its own. A `Ledger` is the sum of these counts by phase.
+Every collective counts its bytes in a `Count` of its own. A `Ledger` is the sum of these counts by phase.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PHASES = ("setup", "rounds", "finish", "upkeep")
-SIZE_BYTES = 8  # of a message's length, which is sent before the message
+SIZE_BYTES = 8  # the size of a message's length field, which is sent before the message
 
 
 @dataclass
 class Count:
     """Bytes through this replica's network interface, and seconds spent waiting for them.
 
-    The bytes of a gather are the buffers that were handed over. Those of a sum and of a broadcast are modelled: a ring
-    and a binomial tree, whatever the backend does.
+    The bytes of a gather are the buffers that the backend was given. The bytes of a sum and of a broadcast follow a
+    model (a ring, and a binomial tree), whatever the backend really does.
     """
 
     sent: int = 0
@@ -25,26 +25,30 @@ class Count:
     hops: int = 0  # messages that had to pass one after another: each costs a link's latency
 
     def add(self, other: Count) -> None:
+        """Add another count to this one."""
         self.sent += other.sent
         self.received += other.received
         self.waiting += other.waiting
         self.hops += other.hops
 
     def gathered(self, buffer_bytes: int, size: int) -> None:
-        """A gather of equal buffers: each replica's goes to all others."""
+        """Count an all-gather of equal buffers: each replica sends its buffer to all others."""
         self.sent += (size - 1) * buffer_bytes
         self.received += (size - 1) * buffer_bytes
         self.hops += min(1, size - 1)
 
     def summed(self, buffer_bytes: int, size: int) -> None:
-        """A ring all-reduce: every part of the buffer passes each link twice, except for one hop each way."""
+        """Count a ring all-reduce: every part of the buffer passes each link twice, except for one hop each way."""
         through = 2 * (size - 1) * buffer_bytes // size
         self.sent += through
         self.received += through
         self.hops += 2 * (size - 1)
 
     def broadcast(self, buffer_bytes: int, position: int, size: int) -> None:
-        """From the first replica down a binomial tree: replica r passes it on to r + 1, 2, 4 …, each above r itself."""
+        """Count a broadcast from the first replica down a binomial tree.
+
+        The replica at position r passes the buffer on to the positions r + 1, r + 2, r + 4 …, for steps larger than r.
+        """
         steps = (1 << i for i in range(size.bit_length()))
         self.sent += buffer_bytes * sum(step > position and position + step < size for step in steps)
         self.received += buffer_bytes if position else 0
@@ -53,47 +57,56 @@ class Count:
 
 @dataclass
 class Ledger:
-    """What a replica's messages cost, by phase.
+    """The cost of a replica's messages, by phase.
 
-    *setup* is the handshake and the first broadcast, *rounds* the training, *finish* the last messages, *upkeep* the
-    other messages of a run (stop votes, sums of a validation). `sent` and `received` are rounds and finish together:
-    the cost of the method.
+    *setup* is the handshake and the first broadcast. *rounds* is the training. *finish* is the last messages. *upkeep*
+    is the other messages of a run (stop votes, sums of a validation). `sent` and `received` are rounds and finish
+    together: the cost of the method.
     """
 
     counts: dict[str, Count] = field(default_factory=lambda: {p: Count() for p in PHASES})
 
     def add(self, phase: str, count: Count) -> None:
+        """Add the cost of one collective to a phase."""
         self.counts[phase].add(count)
 
     @property
     def sent(self) -> int:
+        """Bytes that the method sent."""
         return self.counts["rounds"].sent + self.counts["finish"].sent
 
     @property
     def received(self) -> int:
+        """Bytes that the method received."""
         return self.counts["rounds"].received + self.counts["finish"].received
 
     @property
     def waiting(self) -> float:
-        """Seconds in which this replica stood still for others since training began, whatever it waited for."""
+        """Seconds that this replica has waited for its peers since training began, in any phase."""
         return sum(self.counts[phase].waiting for phase in ("rounds", "finish", "upkeep"))
 
     @property
     def hops(self) -> int:
+        """Messages of the method that had to pass one after another."""
         return self.counts["rounds"].hops + self.counts["finish"].hops
 
     def state_dict(self) -> dict[str, list[float]]:
+        """The counts by phase, for a checkpoint."""
         return {phase: [c.sent, c.received, c.waiting, c.hops] for phase, c in self.counts.items()}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Continue from the counts of a `state_dict`."""
         for phase, (sent, received, waiting, hops) in state.items():
             self.counts[phase] = Count(int(sent), int(received), float(waiting), int(hops))
 
 
 @dataclass(frozen=True)
 class Round:
-    """The record of one round. Bytes and seconds are this replica's own, measured where they happen. (In the simulator
-    the waiting is virtual.)"""
+    """The record of one round on one replica.
+
+    Bytes and seconds are those of this replica, measured where they occur. In the simulator, the waiting time is that
+    of the virtual clock.
+    """
 
     index: int
     local_steps: int
@@ -102,7 +115,9 @@ class Round:
     seconds_encoding: float
     seconds_waiting: float
     seconds_decoding: float
-    drift_norm: float  # of the gradient, for methods that exchange gradients
+    drift_norm: float  # for methods that exchange gradients, the norm of the gradient
     residual_norm: float
-    anchor_fingerprint: str  # after the round; where gradients are exchanged, of the weights that all began it with
-    left_out: tuple[int, ...] = ()  # ranks whose message was refused, where the policy is to go on without them
+    # The anchor's fingerprint after the round. Where gradients are exchanged, it is the fingerprint of the weights with
+    # which all replicas began the round.
+    anchor_fingerprint: str
+    left_out: tuple[int, ...] = ()  # ranks whose message was refused, if the policy is to go on without them

@@ -1,7 +1,7 @@
-"""One table of methods. A method is a row: which signal, how often, by which rule, through which codec.
+"""The table of methods. A method is a row of it: a signal, the steps between rounds, a rule and a codec.
 
-Nothing anywhere compares method names: a new idea is a new rule or codec, hence a new row here. To add one, write a
-function that returns a `Method` and put it into `METHODS`; the shared battery of tests picks it up by itself.
+No code compares the names of methods. A new idea is a new rule or codec, and so a new row here. To add a row, write a
+function that returns a `Method` and put it into `METHODS`. The tests that all methods share then include it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from overtone.exchange.signals import Drift, Gradient, Signal, Silence
 from overtone.rules import DeMo, Mean, Outer, Published, Rule
 
 MOST_EVERY = 10**12
-MOST_DRAIN = 1024  # each is a dense message; twelve go most of the way
+MOST_DRAIN = 1024  # each draining message is dense; twelve of them remove most of the residuals
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table. ``every`` is the number of local steps between rounds; None is never."""
+    """A row of the table. ``every`` is the number of local steps between rounds; None means no rounds at all."""
 
     name: str
     signal: type[Signal]
@@ -32,6 +32,7 @@ class Method:
     drain: int = 0  # dense one-bit messages that `finish` sends to empty the residuals
 
     def __post_init__(self) -> None:
+        # `type(...) is int`, not `isinstance`: True and False are refused.
         if self.every is not None and not (type(self.every) is int and 1 <= self.every <= MOST_EVERY):
             raise MethodError(
                 f"every={self.every!r}: local steps between rounds, a whole number from 1 to {MOST_EVERY}"
@@ -48,7 +49,7 @@ class Method:
 
     @property
     def consensus(self) -> bool:
-        """True: all replicas share one anchor."""
+        """True if all replicas share one anchor."""
         return self.every is not None and self.rule.consensus
 
     def draining(self) -> Method:
@@ -59,7 +60,7 @@ class Method:
         return replace(self, rule=rule, codec=codec)
 
     def numbers(self) -> dict[str, object]:
-        """Everything that must be equal on all replicas, flat and printable."""
+        """All settings that must be equal on all replicas, as a flat table of printable values."""
         return {
             "method": self.name,
             "signal": self.signal.__name__.lower(),
@@ -82,20 +83,20 @@ def alone() -> Method:
 
 
 def ddp() -> Method:
-    """Plain data parallelism: the mean gradient, every step."""
+    """Plain data parallelism: replicas exchange the mean gradient at every step."""
     return Method("ddp", Gradient, 1, Mean(), Dense())
 
 
 def demo(*, keep: int = 32, bits: int = 32, decay: float = 0.999, release: float = 1.0) -> Method:
-    """DeMo (arXiv 2411.19870): the strongest coefficients of a private gradient momentum, every step, then the sign.
+    """DeMo (arXiv 2411.19870): replicas send the strongest coefficients of a private gradient momentum at every step.
 
-    The inner optimiser receives signs: use ``torch.optim.SGD`` for the published method.
+    The inner optimizer receives only the signs of the mean: use ``torch.optim.SGD`` for the published method.
     """
     return Method("demo", Gradient, 1, DeMo(decay=decay, release=release), TopK(keep=keep, bits=bits))
 
 
 def local_sgd(*, every: int = 64) -> Method:
-    """Federated averaging: replace the weights by their mean every so often."""
+    """Federated averaging: the weights are replaced by their mean every ``every`` steps."""
     return Method("local_sgd", Drift, every, Outer(lr=1.0, momentum=0.0), Dense())
 
 
@@ -113,7 +114,7 @@ def sparse_loco(
     momentum: float = 0.0,
     decay: float = 0.95,
 ) -> Method:
-    """SparseLoCo style (arXiv 2508.15706): top-k of the drift with error feedback, two bits, no transform."""
+    """A method like SparseLoCo (arXiv 2508.15706): top-k of the drift with error feedback, two bits, no transform."""
     rule = Outer(lr=lr, momentum=momentum, decay=decay)
     return Method("sparse_loco", Drift, every, rule, TopK(keep=keep, bits=bits, transform="none"))
 
@@ -137,7 +138,7 @@ def decoupled(
     chunk: int = 64,
     drain: int = 2,
 ) -> Method:
-    """The default: strongest coefficients of the residual drift, the rest carried in the replica's own weights."""
+    """The default: replicas send the strongest coefficients of the residual and carry the rest in their own weights."""
     rule = Outer(lr=lr, momentum=momentum, decay=decay, carry=carry, release=release)
     codec = TopK(keep=keep, bits=bits, transform=transform, chunk=chunk)
     return Method("decoupled", Drift, every, rule, codec, drain)
@@ -147,8 +148,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     row.__name__: row for row in (alone, ddp, demo, local_sgd, diloco, sparse_loco, published, decoupled)
 }
 
-# What each option of the methods means, in one sentence. The command line takes its flags and their help from here and
-# from the signatures above; tests/test_settings.py sees to it that no option is missing.
+# The meaning of each option of the methods, in one sentence. The command line takes its flags and their help from here
+# and from the signatures above. tests/test_settings.py checks that no option is missing.
 OPTIONS: dict[str, str] = {
     "every": "Local steps between two rounds (papers: H).",
     "keep": "Coefficients sent of each 64 x 64 chunk; smaller and larger chunks send in proportion to their area.",
@@ -164,16 +165,17 @@ OPTIONS: dict[str, str] = {
     "drain": "Dense one-bit messages at the end of the run, which empty the residuals into the anchor.",
 }
 
-# The rows that reports set all others against.
+# The rows that reports compare all other rows with.
 REFERENCE = diloco.__name__  # loss and bytes of the other rows are compared with this row
 EVERY_GRADIENT = ddp.__name__  # bytes are compared with this row too
 NO_EXCHANGE = alone.__name__  # "gain kept" is 0 % at this row's loss and 100 % at the reference's
 
 
 def method_named(name: str, **options: object) -> Method:
-    """The row of that name with these options. An unknown name or option is refused, with a list of the known ones."""
+    """The row of that name with these options. The error for an unknown name or option lists the known ones."""
     if name not in METHODS:
         raise MethodError(f"method {name!r}: unknown; there are {', '.join(METHODS)}")
+    # Checked here, because Python's own error for an unknown keyword does not list the known ones.
     known = takes(name)
     for option in options:
         if option not in known:

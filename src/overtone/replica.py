@@ -1,6 +1,6 @@
-"""One worker's copy of the model with its inner optimizer and exchange state: the object that users hold.
+"""`Replica`, the object that users hold: one worker's copy of the model, its inner optimizer and its exchange state.
 
-backward → replica.step → inner step; is no round due? return
+backward → replica.step → inner step; if no round is due, return
                         → exchange/round.py: start → the transport carries the exchange → finish → Round
 """
 
@@ -34,15 +34,16 @@ from overtone.world.join import connect
 
 
 class Replica:
-    """Wraps a model and its inner optimizer: call ``step()`` where ``inner.step()`` stood, ``finish()`` at the end.
+    """Wraps a model and its inner optimizer. Call ``step()`` instead of ``inner.step()``, and ``finish()`` at the end.
 
-    ``transport`` defaults to the world the process was started in: one process alone, or a ``torchrun`` world.
-    ``buffers`` is "shared" (floating ones averaged each round, others checked) or "private".
-    Freeze parameters before building the replica: those with ``requires_grad`` are exchanged, in fp32. Parameters that
-    are replaced, added or removed afterwards are refused in the next round, on every rank.
-    ``key`` (by default the environment's ``OVERTONE_KEY``) seals every message against forgery. ``refused`` says what
-    happens to a rank whose message cannot be read: "raise" on every rank, or "leave out" of that round on every rank.
-    ``join=False`` leaves the handshake to the caller, who carries `joining` (the simulator does).
+    ``transport`` defaults to the world in which the process was started: one process alone, or a ``torchrun`` world.
+    ``buffers`` is "shared" (floating buffers are averaged in each round, all others are compared) or "private".
+    Freeze parameters before you build the replica: all parameters with ``requires_grad`` are exchanged, in fp32. If
+    parameters are replaced, added or removed later, the next round is refused on every rank.
+    ``key`` (by default the environment variable ``OVERTONE_KEY``) seals every message against forgery. ``refused`` is
+    the policy for a rank whose message cannot be read: "raise" an error on every rank, or "leave out" that rank from
+    the round on every rank.
+    ``join=False`` leaves the handshake to the caller, which must carry `joining`. The simulator does so.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Replica:
         )
         self.description = describe(self.method, self.parameters.all, self.buffers, refused)
         self.exchanger.schema = schema_of(self.description)
+        # Each local step replaces it. After a checkpoint was loaded, `finish` may start a round before any local step.
         self._inner_step = InnerStep(inner, self.parameters.exchanged)
         self._showing_anchor = False
         if join:
@@ -82,15 +84,19 @@ class Replica:
 
     @property
     def model(self) -> nn.Module:
+        """The model that this replica trains."""
         return self._model
 
     @model.setter
     def model(self, model: nn.Module) -> None:
-        self.parameters.replaced |= model is not self._model  # refused in the next round, on every rank
+        # Not refused here: an error on this rank alone would leave its peers waiting. The next round is refused, on
+        # every rank.
+        self.parameters.replaced |= model is not self._model
         self._model = model
 
     @property
     def inner(self) -> torch.optim.Optimizer:
+        """The inner optimizer, which takes the local steps."""
         return self._inner
 
     @inner.setter
@@ -100,29 +106,30 @@ class Replica:
 
     @property
     def state(self) -> ExchangeState:
-        """Everything that this replica remembers of the exchange."""
+        """The state that this replica keeps between rounds."""
         return self.exchanger.state
 
     @property
     def steps(self) -> int:
-        """Local steps since the beginning."""
+        """The number of local steps since the beginning of the run."""
         return self.state.steps
 
     @property
     def rounds(self) -> int:
-        """Rounds since the beginning."""
+        """The number of rounds since the beginning of the run."""
         return self.state.rounds
 
     @property
     def device(self) -> torch.device:
+        """The device on which the exchange state is kept."""
         return self.exchanger.device
 
     @property
     def fingerprint(self) -> str:
-        """Of the anchor as it is now; equal on every replica if the method has consensus."""
+        """The fingerprint of the present anchor. It is equal on every replica if the method has consensus."""
         return self.exchanger.fingerprint().hex()
 
-    # -- the user's verbs ------------------------------------------------------------------------------------------
+    # -- what users call -------------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -131,11 +138,11 @@ class Replica:
         scaler: torch.amp.GradScaler | None = None,
         closure: Closure | None = None,
     ) -> Round | None:
-        """One local step with the gradients at hand; if a round is due, the round too, and its record.
+        """Take one local step with the present gradients. If a round is due, run it too and return its record.
 
-        ``clip`` limits the norm of the gradient that the inner optimizer sees: for methods that exchange gradients,
-        the averaged one. ``scaler`` steps the inner optimizer through a `GradScaler`; a step it skips still counts, so
-        replicas never lose count of each other. ``closure`` is handed to the inner optimizer.
+        ``clip`` limits the norm of the gradient that the inner optimizer uses. For methods that exchange gradients,
+        this is the averaged gradient. ``scaler`` steps the inner optimizer through a `GradScaler`. A step that the
+        scaler skips still counts, so all replicas count the same steps. ``closure`` is passed to the inner optimizer.
         """
         if not self.local_step(clip=clip, scaler=scaler, closure=closure):
             return None
@@ -144,22 +151,24 @@ class Replica:
         return self.exchanger.finish(pending)
 
     def finish(self) -> list[Round]:
-        """Bring all replicas to the same weights, the ones to save: a round for steps not yet exchanged, then `drain`
-        messages, every coefficient at one bit, that move the anchor to the mean of the replicas.
+        """Bring all replicas to the same weights. These are the weights to save.
 
-        Methods without consensus (`alone`, `published`) end with each replica's own weights.
+        First comes a round for steps that are not yet exchanged. Then come `drain` messages, with every coefficient at
+        one bit. They move the anchor to the mean of the replicas. With methods without consensus (`alone`,
+        `published`), each replica ends with its own weights.
         """
         return run_exchange(self.finishing(), self.transport, "finish")
 
     @contextmanager
     def anchor(self) -> Iterator[nn.Module]:
-        """The shared weights and buffers in the model, for evaluation; the replica's own come back afterwards.
+        """Put the shared weights and buffers into the model, for evaluation. Afterwards the replica's own come back.
 
-        Without consensus nothing is shared, and the replica's own weights stay.
+        Without consensus no weights are shared, and the replica's own weights stay in the model.
         """
         if self._showing_anchor:
             raise ModelError("anchor: the model shows it already; leave the first `with replica.anchor()` first")
         self._refuse_changes("anchor")
+        # Buffers are copied even without consensus: an evaluation in training mode changes them.
         own = [t.clone() for t in self._shown_tensors()]
         if self.method.consensus:
             if "anchor" in self.state.tensors:
@@ -171,7 +180,7 @@ class Replica:
         finally:
             self._showing_anchor = False
             self._refuse_changes("anchor")
-            # Asked for anew: `model.to(...)` in there has given the weights other memory.
+            # The tensors are looked up again: `model.to(...)` inside the `with` block may have replaced their memory.
             for tensor, mine in zip(self._shown_tensors(), own, strict=True):
                 tensor.copy_(mine)
 
@@ -182,9 +191,10 @@ class Replica:
         scaler: torch.amp.GradScaler | None = None,
         closure: Closure | None = None,
     ) -> bool:
-        """The part of `step` that needs nobody else. True if a round is due.
+        """Do the part of `step` that needs no peer. Returns True if a round is due.
 
-        Where gradients are exchanged the inner optimizer has to wait for the round: its second half steps it.
+        Where gradients are exchanged, the inner optimizer must wait for the round. The second half of the round then
+        steps it.
         """
         if self._showing_anchor:
             raise ModelError(
@@ -196,13 +206,14 @@ class Replica:
         else:
             self._inner_step.must_wait(self.method.name)
         state, every = self.exchanger.state, self.method.every
+        # Counted even if a GradScaler skipped the step: all replicas must reach the round at the same count.
         state.steps += 1
         return every is not None and state.steps - state.steps_at_round >= every
 
     # -- exchanges: a replica's side of each, to be carried by a transport (see transport.py) ----------------------
 
     def joining(self) -> Exchange[None]:
-        """The handshake. Afterwards the state is that of round 0, the same on every replica."""
+        """The handshake. Afterwards every replica has the same state, that of round 0."""
         exchanger, method = self.exchanger, self.method
         handshake = Handshake(self.transport.rank, self.transport.peers, self._seal)
         everything = [*self.parameters.all.values(), *self.buffers.tensors()]
@@ -211,19 +222,20 @@ class Replica:
         exchanger.signal.begin()
         weights = exchanger.layout.read(self.parameters.tensors, exchanger.layout.empty(self.device))
         # A rank that can be left out of a round needs a residual to put its payload back into.
+        # So with "leave out", even a lossless codec counts as lossy here.
         lossless = method.codec.lossless and self._refused == "raise"
         tensors = method.rule.begin(weights, lossless=lossless)
         exchanger.state = ExchangeState(run, tensors, exchanger.pattern.state)
         yield from handshake.confirm(everything, exchanger.anchor_tensors(), consensus=method.consensus)
 
     def rounding(self, method: Method | None = None) -> Exchange[Round]:
-        """A whole round; ``method`` is another row than the replica's own for the draining messages of `finish`."""
+        """A whole round. ``method`` replaces the replica's own method in the draining messages of `finish`."""
         pending = self.exchanger.start(self._inner_step, method)
         yield from pending.exchange
         return self.exchanger.finish(pending)
 
     def finishing(self) -> Exchange[list[Round]]:
-        """All that `finish` exchanges."""
+        """All exchanges of `finish`: a last round if steps are left, the draining messages, and a last comparison."""
         if self._showing_anchor:
             raise ModelError(
                 "finish: inside `with replica.anchor()` the replica's own weights would come back; leave it"
@@ -235,36 +247,44 @@ class Replica:
             self.method.rule.close(self.state.tensors)
             for _ in range(self.method.drain):
                 rounds.append((yield from self.rounding(self.method.draining())))  # noqa: PERF401 (it yields)
+            # All replicas now take the anchor as their weights, so the rest of the residual is dropped.
             self.state.tensors["residual"].zero_()
         if self.method.consensus:
             yield from self._closing()
         else:
-            self._refuse_changes("finish")  # nobody waits for this replica
+            self._refuse_changes("finish")  # no peer waits for this replica, so it may raise alone
         return rounds
 
     def _closing(self) -> Exchange[None]:
-        """The last messages: all replicas hold the same model. Where they do not, the first replica's counts: hosts
-        that round D⁻¹ differently (another type of CPU, another library) get other weights from one anchor, and frozen
-        parameters and statistics may have changed on their own since they were last equal."""
+        """The last messages: they make sure that all replicas hold the same model.
+
+        If the models differ, all replicas take over the first replica's. They can differ for two reasons. Hosts that
+        round D⁻¹ differently (another type of CPU, another library) get other weights from the same anchor. Frozen
+        parameters and statistics may have changed on one replica since they were last equal.
+        """
         on_weights = "anchor" in self.state.tensors
         anchor, weights = self.exchanger.anchor_tensors(), self.parameters.tensors
         if on_weights and not self._changes():
             self.exchanger.show(self.state.tensors["anchor"])
+        # Integer buffers are not here: every header has their fingerprint.
         rest = [*self.parameters.frozen, *self.buffers.float_tensors()]
         received = yield from self._last_message([*anchor, *weights, *rest] if on_weights else [*weights, *rest])
+        # The usual case: one message with the fingerprint of everything is enough.
         if _are_equal(received):
             return
+        # Anchors must be equal on all hosts. If they are not, this is an error that a broadcast would only hide.
         received = yield from self._last_message(anchor)
         compare_anchors(self.rounds, _anchors(received), of_weights=not on_weights)
         received = yield from self._last_message(rest)
         yield Broadcast(weights if _are_equal(received) else [*weights, *rest])
         self.exchanger.signal.begin()
         self.buffers.remember()
+        # Verify that the broadcast arrived as it was sent.
         received = yield from self._last_message([*weights, *rest])
         compare_last_weights(_anchors(received))
 
     def _last_message(self, tensors: Sequence[Tensor]) -> Exchange[Received]:
-        """Everybody's last message; instead of the anchor's fingerprint it has that of these tensors."""
+        """Exchange a last message. It has the fingerprint of these tensors in the place of the anchor's."""
         why = self._changes()
         header = self.exchanger.header(Kind.FAILURE if why else Kind.FINISH)
         header = replace(header, anchor=fingerprint.of_tensors(tensors))
@@ -273,27 +293,27 @@ class Replica:
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything of the exchange, at any step inside a round; tensors are references, as in `torch.optim`.
+        """The whole exchange state, at any local step between two rounds. Tensors are references, as in `torch.optim`.
 
-        The model and the inner optimizer have state of their own: save and load them beside this, the model first.
+        The model and the inner optimizer have their own state. Save and load them beside this one, the model first.
         """
         self._refuse_at_anchor("state_dict", "save")
         self._refuse_changes("state_dict")
         return state.save(self.state, self.description, self.exchanger.signal, self.buffers, self.transport.ledger)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; refused, naming the difference, if it is of another model or method."""
+        """Continue from a `state_dict`. If it is of another model or method, the error names the difference."""
         self._refuse_at_anchor("load_state_dict", "load")
         self._refuse_changes("load_state_dict")
         state.restore(self.state, saved, self.description, self.exchanger.signal, self.buffers, self.transport.ledger)
 
     def share(self) -> Shared:
-        """What a newcomer takes over from this replica."""
+        """The state that a newcomer takes over from this replica."""
         names, anchor = self.method.rule.shared, self.exchanger.anchor_tensors()
         return state.share(self.state, names, anchor, self.buffers, self.inner)
 
     def adopt(self, shared: Shared) -> None:
-        """Go on from a peer's `share`, as a newcomer that owes nothing."""
+        """Continue from a peer's `share`, as a newcomer with an empty residual."""
         names, anchor = self.method.rule.shared, self.exchanger.anchor_tensors()
         state.adopt(self.state, shared, names, anchor, self.buffers, self.inner)
         if "anchor" in self.state.tensors:
@@ -302,15 +322,18 @@ class Replica:
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def _shown_tensors(self) -> list[Tensor]:
-        """What `anchor` replaces, and what an evaluation may change."""
+        """The tensors that `anchor` replaces or that an evaluation may change."""
         return [*(self.parameters.tensors if "anchor" in self.state.tensors else []), *self.buffers.tensors()]
 
     def _changes(self) -> str:
-        """Why model and optimizer are not those that the replica was built with any more, if they are not."""
+        """How the model or the optimizer has changed since the replica was built. Empty if neither has."""
         return self.parameters.changed() or self.buffers.changed()
 
     def _refuse_changes(self, verb: str) -> None:
-        """The same where no exchange is under way in which to tell the others; they are told in the next."""
+        """Raise an error on this rank if the model or the optimizer has changed.
+
+        This is for calls without an exchange. The peers are told in the next exchange.
+        """
         if why := self._changes():
             raise ModelError(f"{verb}: {why}")
 

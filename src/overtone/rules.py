@@ -1,14 +1,15 @@
-"""Rules turn a replica's signal into something to send (*accumulate*, *sent*), and the mean of what all sent into an
-answer (*absorb*).
+"""A rule turns a replica's signal into coefficients to send (*accumulate*, *sent*), and the mean of all sent
+coefficients into an answer (*absorb*).
 
-A rule is frozen numbers; what it remembers is a `State` of vectors, all in the coefficient domain of the method's
-codec. Every rule works value by value, so a round hands it one slab after the other: its state, its signal. The
-transform is linear and orthonormal, so anchor, momentum and residual may live there: sent coefficients are simply taken
-out of the residual, and the anchor only ever changes by elementwise operations in a fixed order. No matrix product and
-no fused multiply-add touches it, hence it stays bit-identical on every replica.
+A rule is a set of frozen numbers. Its memory is a `State` of vectors, all in the coefficient domain of the method's
+codec. Every rule works value by value, so a round gives it one slab after the other, with that slab's state and signal.
 
-Symbols: Θ anchor, M momentum, E residual, G signal (drift or gradient), u the mean of what all replicas sent;
-η lr, μ momentum, β decay, λ carry, α release.
+The transform is linear and orthonormal, so anchor, momentum and residual can be kept as coefficients. Sent coefficients
+are subtracted from the residual. The anchor changes only by elementwise operations in a fixed order. No matrix product
+and no fused multiply-add changes it, so it stays bit-identical on every replica.
+
+Symbols: Θ anchor, M momentum, E residual, G signal (drift or gradient), u mean of the coefficients that all replicas
+sent; η lr, μ momentum, β decay, λ carry, α release.
 """
 
 from __future__ import annotations
@@ -28,46 +29,55 @@ State = dict[str, Tensor]
 
 
 class Rule(ABC):
-    """What a round needs of a rule. ``state["anchor"]`` exists exactly if the rule works on weights."""
+    """The interface between a round and a rule. ``state["anchor"]`` exists exactly if the rule works on weights."""
 
-    shared: ClassVar[tuple[str, ...]] = ()  # vectors of the state that are the same on every replica, for newcomers
+    # The vectors of the state that are the same on every replica. A newcomer copies them from a peer.
+    shared: ClassVar[tuple[str, ...]] = ()
     consensus: ClassVar[bool] = True  # the anchor is the same on every replica after every round
-    takes_sign: ClassVar[bool] = False  # of the answer, back in the domain of the weights, only the sign counts
+    takes_sign: ClassVar[bool] = False  # only the sign of the answer is used, after the inverse transform
     over_senders: ClassVar[bool] = False  # a coefficient is averaged over the replicas that sent it, not over all
 
     @abstractmethod
     def begin(self, weights: Tensor, *, lossless: bool) -> State:
-        """The state before the first round; ``weights`` are the coefficients of the initial weights."""
+        """Make the state before the first round. ``weights`` are the coefficients of the initial weights."""
 
     @abstractmethod
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
-        """Take up the signal; the coefficients that the codec chooses from. The codec does not change them."""
+        """Add the signal to the state, and return the coefficients from which the codec selects.
+
+        The codec does not change them.
+        """
 
     def sent(self, state: State, decoded: Decoded) -> None:  # noqa: B027 (most simple rules keep nothing)
-        """The receivers will decode this from the message, so it is not owed any more."""
+        """Remove the sent values from the residual. ``decoded`` is exactly what receivers decode from the message."""
 
     def withdraw(self, state: State, decoded: Decoded) -> bool:  # noqa: ARG002
-        """No receiver counted what was sent, so it is owed again. True if the signal of that round stays in the state:
-        it must not be measured again."""
+        """Put the sent values back into the residual, because no receiver counted them.
+
+        Returns True if the signal of that round stays in the state. It must then not be measured again.
+        """
         return False
 
     @abstractmethod
     def absorb(self, state: State, mean: Tensor) -> Tensor:
-        """Coefficients of the answer: where the weights that the signal was measured at belong now, or the gradient to
-        step with."""
+        """Update the state with the mean of all payloads, and return the coefficients of the answer.
+
+        The answer is the new value of the weights at which the signal was measured, or the gradient to step with.
+        """
 
     def draining(self) -> Rule | None:
-        """The rule of the last messages, which move the residuals into the anchor. None if it leaves no residual."""
+        """The rule of the draining messages, which move the residuals into the anchor. None if there is no residual."""
         return None
 
     def close(self, state: State) -> None:  # noqa: B027 (most rules have nothing to close)
-        """The last round is over: drop what is not owed to the anchor any more."""
+        """End the last round: remove from the residual all that the anchor is not owed any more."""
 
 
 def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, *, lr: float, mu: float) -> None:
     """M ← μ·M + u;  Θ ← Θ − η·(u + μ·M), in place. Nesterov as in ``torch.optim.SGD``: tests/test_equivalence.py.
 
-    Written as single elementwise operations: ``alpha=`` or a fused kernel would round differently elsewhere.
+    It is written as single elementwise operations. With ``alpha=`` or a fused kernel, other devices would round
+    differently.
     """
     if momentum is None:
         anchor.sub_(mean.mul(lr))
@@ -77,7 +87,7 @@ def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, *, lr: flo
 
 
 def carried(anchor: Tensor, residual: Tensor | None, carry: float) -> Tensor:
-    """Θ − λ·E: where the replica's own weights start the next round."""
+    """Θ − λ·E: the weights from which this replica starts the next round."""
     if residual is None or carry == 0.0:
         return anchor
     return anchor.sub(residual.mul(carry))
@@ -85,7 +95,7 @@ def carried(anchor: Tensor, residual: Tensor | None, carry: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Mean(Rule):
-    """u = mean of the signals, used as it is: plain data parallelism."""
+    """Plain data parallelism: the answer is u, the mean of the signals."""
 
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
         return {}
@@ -104,7 +114,8 @@ class DeMo(Rule):
         M ← β·M + G;   send S = T_k(M);   M ← M − α·S;   step with sign(D⁻¹ u)
 
     where u averages each coefficient over the replicas that sent it. Equals the transcription in
-    tests/test_transcriptions.py. The reference scales G by the learning rate; at a constant one the sign undoes it.
+    tests/test_transcriptions.py. The reference scales G by the learning rate. If that is constant, the sign removes the
+    factor again.
     """
 
     decay: float = 0.999
@@ -136,13 +147,13 @@ class DeMo(Rule):
 
 @dataclass(frozen=True)
 class Outer(Rule):
-    """The one outer rule behind most methods: error feedback, carry and a shared Nesterov momentum.
+    """The outer rule of most methods: error feedback, carry and a shared Nesterov momentum.
 
         E ← β·E + G;   send c = C(E);   E ← E − α·C⁻¹(c)
-        u = mean of what all sent;   M ← μ·M + u;   Θ ← Θ − η·(u + μ·M);   weights ← Θ − λ·E
+        u = mean over all replicas of C⁻¹(c);   M ← μ·M + u;   Θ ← Θ − η·(u + μ·M);   weights ← Θ − λ·E
 
-    Lossless and without carry this is DiLoCo (tests/test_equivalence.py); with μ = 0, λ = 0, β < 1 it is the error
-    feedback of SparseLoCo. With carry 1 the unsent part of the drift stays in the replica's own weights.
+    With a lossless codec and without carry, this is DiLoCo (tests/test_equivalence.py). With μ = 0, λ = 0 and β < 1, it
+    is the error feedback of SparseLoCo. With carry 1, the unsent part of the drift stays in the replica's own weights.
     """
 
     lr: float
@@ -164,12 +175,12 @@ class Outer(Rule):
         state = {"anchor": weights}
         if self.momentum:
             state["momentum"] = torch.zeros_like(weights)
-        if not (lossless and self.release == 1.0):  # otherwise every round sends all there is
+        if not (lossless and self.release == 1.0):  # otherwise every round sends the whole drift: no residual
             state["residual"] = torch.zeros_like(weights)
         return state
 
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
-        if "residual" not in state:
+        if "residual" not in state:  # lossless: the drift is sent in full, and nothing has to be added up
             return signal.coefficients()
         return signal.into(state["residual"], keep=self.decay)
 
@@ -189,23 +200,23 @@ class Outer(Rule):
         return carried(state["anchor"], state.get("residual"), self.carry)
 
     def draining(self) -> Outer:
-        """Step 1, no momentum: every message moves the anchor towards the mean of the replicas."""
+        """The same rule with lr 1 and no momentum: every message moves the anchor towards the mean of the replicas."""
         return replace(self, lr=1.0, momentum=0.0, decay=1.0, carry=1.0, release=1.0)
 
     def close(self, state: State) -> None:
-        """E ← λ·E: only what is in the replica's own weights is still owed."""
+        """E ← λ·E: only the part of the residual that is in the replica's own weights is still owed."""
         if "residual" in state:
             state["residual"].mul_(self.carry)
 
 
 @dataclass(frozen=True)
 class Published(Rule):
-    """The paper authors' rule as in their code (arXiv 2510.03371), kept as a baseline. All of it private but u:
+    """The rule of the paper's authors as in their code (arXiv 2510.03371), kept as a baseline. Only u is shared:
 
         M_i ← d·M_i + G_i;   send S_i = T_k(M_i);   M_i ← M_i − S_i
         u = mean of each coefficient over its senders;   M_i ← M_i + u;   Θ_i ← Θ_i − η·(G_i + d·M_i)
 
-    Every replica keeps an anchor of its own and nothing pulls them together: there is no consensus.
+    Every replica keeps an anchor of its own, and nothing makes these anchors equal again: there is no consensus.
     Equals the transcription in tests/test_transcriptions.py.
     """
 
@@ -223,6 +234,7 @@ class Published(Rule):
         return {"anchor": weights, "momentum": torch.zeros_like(weights), "drift": torch.zeros_like(weights)}
 
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
+        # Kept until `absorb`, whose step uses the replica's own drift beside the mean.
         signal.into(state["drift"])
         return signal.into(state["momentum"], keep=self.decay)
 
@@ -234,6 +246,7 @@ class Published(Rule):
         return True
 
     def absorb(self, state: State, mean: Tensor) -> Tensor:
+        # The authors' code adds the mean to the private momentum, so the replicas' momenta stay different.
         momentum = state["momentum"].add_(mean)
         state["anchor"].sub_(momentum.mul(self.decay).add_(state["drift"]).mul_(self.lr))
         return state["anchor"]
@@ -242,9 +255,10 @@ class Published(Rule):
 def _within(
     name: str, value: float, low: float, high: float, *, above: bool = False, below: bool = False, what: str = ""
 ) -> None:
-    """Refuse what is no number, and a number outside [low, high]; ``above`` and ``below`` exclude the ends."""
+    """Refuse a value that is no number, or lies outside [low, high]. ``above`` and ``below`` exclude the ends."""
     brackets = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float):  # a bool is an int for Python
         raise MethodError(f"{name}={value!r}: {what}must be a number in {brackets}")
+    # Written as "not inside" instead of "outside": NaN fails every comparison, and is refused too.
     if not (low < value if above else low <= value) or not (value < high if below else value <= high):
         raise MethodError(f"{name}={value}: {what}must lie in {brackets}")

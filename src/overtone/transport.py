@@ -1,10 +1,13 @@
-"""From replica to replica. A transport carries whole buffers and counts them; it knows nothing of what they mean.
+"""Transports carry buffers between replicas. A transport carries whole buffers and counts their bytes; it does not
+know their content.
 
 An *exchange* is a generator. It yields *collectives* (a gather, a sum, a broadcast, a commit) and is sent their
 results. A replica's side of a handshake, of a round or of the last messages is such a generator. So a real transport
-can carry it in one process (`run_exchange`), and the simulator can carry K of them in lockstep, by the same code.
+can carry one exchange in its process (`run_exchange`), and the simulator can carry K exchanges in lockstep, with the
+same code.
 
-`Solo` is here; the transport of real worlds, over `torch.distributed`, is world/process_group.py.
+This module has the transport of a single process, `Solo`. The transport over `torch.distributed` is in
+world/process_group.py.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ T = TypeVar("T")
 
 
 class Transport(Protocol):
-    """What a replica needs of the world. Buffers are complete: one call per round, never one per tensor.
+    """The interface between a replica and its peers. A buffer holds all tensors: one call per round, not per tensor.
 
-    Every verb is a collective: all replicas must call it, in the same order, or they wait for each other. Each adds
-    what it cost to the ``count`` it is given; `run_exchange` adds that to the ledger.
+    Every method is a collective: all replicas must call it, in the same order, or they block each other. Each method
+    adds its cost to the ``count`` that it is given; `run_exchange` adds that count to the ledger.
     """
 
     rank: int
-    size: int  # replicas in this world, present or not
+    size: int  # number of replicas in this world, present or absent
     ledger: Ledger
 
     @property
@@ -38,21 +41,26 @@ class Transport(Protocol):
         ...
 
     def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
-        """Everybody's message, in rank order. Messages may come back with zeros behind them. None may be longer than
-        ``most`` bytes; None says that all are as long as this one."""
+        """All-gather: the messages of all replicas, in rank order. A returned message may be padded with zeros.
+
+        No message may be longer than ``most`` bytes. If ``most`` is None, all messages are as long as this one.
+        """
         ...
 
     def sum(self, buffer: Tensor, *, count: Count) -> Tensor:
-        """The sum of everybody's buffer, the same bits on every rank."""
+        """All-reduce: the sum of the buffers of all replicas, with the same bits on every rank."""
         ...
 
     def broadcast(self, tensors: Sequence[Tensor], *, count: Count) -> None:
-        """Rank 0's tensors into everybody's."""
+        """Copy the tensors of rank 0 into the tensors of all other ranks."""
         ...
 
     def commit(self, index: int) -> None:
-        """All replicas have read the same messages of round ``index``, and no weight has moved. A transport whose peers
-        can still be lost raises a `PeerError` here: the round is then refused and its payload is owed again."""
+        """Confirm round ``index``: all replicas have read the same messages, and no weight has changed yet.
+
+        A transport that can still lose a peer at this point raises a `PeerError` here. The round is then refused, and
+        its payload goes back into the residual.
+        """
         ...
 
 
@@ -60,7 +68,7 @@ VERBS = ("rank", "size", "ledger", "peers", "gather", "sum", "broadcast", "commi
 
 
 def is_transport(thing: object) -> bool:
-    """The thing has all that a replica needs of a transport."""
+    """True if the object has every attribute of a `Transport`."""
     return all(hasattr(thing, name) for name in VERBS)
 
 
@@ -69,8 +77,11 @@ def is_transport(thing: object) -> bool:
 
 @dataclass(frozen=True)
 class Gather:
-    """``equal``: everybody's message is known to be as long as this one, so lengths need not be sent first. Otherwise
-    ``most`` is how long a message may be, whatever its sender says."""
+    """An all-gather of messages.
+
+    ``equal``: the messages of all replicas are known to be as long as this one, so no lengths are sent first.
+    Otherwise a message may have at most ``most`` bytes, whatever length its sender announces.
+    """
 
     message: bytes
     equal: bool = False
@@ -78,55 +89,62 @@ class Gather:
     count: Count = field(default_factory=Count)
 
     def carry(self, transport: Transport) -> list[bytes]:
+        """Run this collective on a transport."""
         return transport.gather(self.message, most=None if self.equal else self.most, count=self.count)
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of everybody's buffer."""
+    """An all-reduce: the sum of the buffers of all replicas."""
 
     buffer: Tensor
     count: Count = field(default_factory=Count)
 
     def carry(self, transport: Transport) -> Tensor:
+        """Run this collective on a transport."""
         return transport.sum(self.buffer, count=self.count)
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The first replica's tensors."""
+    """A broadcast of the first replica's tensors."""
 
     tensors: Sequence[Tensor]
     count: Count = field(default_factory=Count)
 
     def carry(self, transport: Transport) -> None:
+        """Run this collective on a transport."""
         transport.broadcast(self.tensors, count=self.count)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The last moment at which a round can be refused."""
+    """The last point at which a round can be refused."""
 
     index: int
     count: Count = field(default_factory=Count)
 
     def carry(self, transport: Transport) -> None:
+        """Run this collective on a transport."""
         transport.commit(self.index)
 
 
 Collective = Gather | Sum | Broadcast | Commit
-Exchange = Generator[Collective, Any, T]  # is sent what `carry` returned
+Exchange = Generator[Collective, Any, T]  # each collective it yields is answered with the result of `carry`
 
 
 def run_exchange(exchange: Exchange[T], transport: Transport, phase: str = "rounds") -> T:
-    """Carry one exchange to its end, and count it as part of ``phase``. An error on the way is thrown into the
-    exchange, which may have something to take back."""
+    """Carry one exchange to its end, and add its cost to ``phase`` of the ledger.
+
+    An error of a collective is thrown into the exchange, so that the exchange can undo its changes.
+    """
     try:
         collective = next(exchange)
         while True:
             try:
                 result = collective.carry(transport)
             except OvertoneError as error:
+                # Counted too: a failed collective has also taken time.
                 transport.ledger.add(phase, collective.count)
                 collective = exchange.throw(error)
             else:
@@ -138,11 +156,12 @@ def run_exchange(exchange: Exchange[T], transport: Transport, phase: str = "roun
 
 
 def counted(exchange: Exchange[T], total: Count) -> Exchange[T]:
-    """The same exchange; its bytes and seconds are also added to ``total``."""
+    """The same exchange. The cost of its collectives is also added to ``total``."""
     try:
         collective = next(exchange)
         while True:
             try:
+                # Passed on to the carrier, which fills the collective's own count before it answers.
                 result = yield collective
             except OvertoneError as error:
                 collective = exchange.throw(error)
@@ -158,11 +177,11 @@ class AlwaysCommits:
     """A transport that cannot lose a peer between the last message of a round and its commit."""
 
     def commit(self, index: int) -> None:
-        """Nothing to ask."""
+        """Do nothing: no peer can be lost here."""
 
 
 class Solo(AlwaysCommits):
-    """A world of one."""
+    """A world of one replica. Its collectives return at once and cost nothing."""
 
     rank = 0
     size = 1
@@ -181,5 +200,5 @@ class Solo(AlwaysCommits):
     def broadcast(self, tensors: Sequence[Tensor], *, count: Count) -> None:
         pass
 
-    def leave(self, words: str) -> None:
+    def leave(self, words: str) -> None:  # there is no peer to notify
         pass

@@ -1,8 +1,9 @@
-"""Numbers to bits and back: flags, fixed-width fields and Rice-coded positions, as whole-tensor operations, and the
+"""Packing of numbers into bits: flags, fixed-width fields and Rice-coded positions, as whole-tensor operations; and the
 `Reader` of a payload.
 
-Bits are packed least significant first. Nothing here trusts its input: `Reader` raises `WireError` instead of reading
-past the end, and every count it needs comes from the layout that both sides already share, never from the bytes.
+Bits are packed least significant first. No function here trusts its input. `Reader` raises `WireError` instead of
+reading past the end. The counts of values come from the layout, which both sides know; they are never read from the
+bytes.
 """
 
 from __future__ import annotations
@@ -47,30 +48,30 @@ def unpack_fields(packed: Tensor, count: int, width: int) -> Tensor:
 
 
 def field_bytes(count: int, width: int) -> int:
-    """Bytes that ``count`` fields of ``width`` bits take."""
+    """The number of bytes of ``count`` fields of ``width`` bits."""
     return -(-count * width // 8)
 
 
 @dataclass
 class Reader:
-    """Takes a payload apart from the front; never reads past its end."""
+    """Reads a payload from the front, and never past its end."""
 
     data: bytes
     at: int = 0
 
     def take(self, count: int, what: str) -> bytes:
-        """The next ``count`` bytes; ``what`` names them in an error."""
+        """The next ``count`` bytes. ``what`` names them in an error."""
         if count > len(self.data) - self.at:
             raise WireError(f"{what}: needs {count} bytes, {len(self.data) - self.at} are left; the message was cut")
         self.at += count
         return self.data[self.at - count : self.at]
 
     def tensor(self, count: int, dtype: torch.dtype, what: str) -> Tensor:
-        """The next ``count`` numbers of a type."""
+        """The next ``count`` numbers of this type."""
         return bytes_tensor(self.take(count * dtype.itemsize, what), dtype)
 
     def finite(self, count: int, dtype: torch.dtype, what: str) -> Tensor:
-        """The next ``count`` numbers; refused unless all of them are finite."""
+        """The next ``count`` numbers. They are refused unless all of them are finite."""
         values = self.tensor(count, dtype, what)
         if not bool(torch.isfinite(values).all()):
             raise WireError(f"{what}: not finite; the message is corrupt")
@@ -85,13 +86,14 @@ class Reader:
         return unpack_fields(self.tensor(field_bytes(count, width), torch.uint8, what), count, width)
 
     def end(self) -> None:
-        """Refuse a payload that goes on."""
+        """Refuse a payload with bytes left over."""
         if self.at != len(self.data):
             raise WireError(f"payload: {len(self.data) - self.at} bytes too many; the message is corrupt")
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The raw little-endian bytes of a tensor (by way of a buffer both sides see, so numpy is not needed)."""
+    """The raw little-endian bytes of a tensor."""
+    # Copied through a buffer that torch and Python share: `tensor.numpy()` would need numpy.
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if raw.numel() == 0:
         return b""
@@ -101,9 +103,10 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 
 def bytes_tensor(data: bytes, dtype: torch.dtype) -> Tensor:
-    """The tensor whose raw bytes these are."""
-    if not data:
+    """The tensor with these raw bytes."""
+    if not data:  # `frombuffer` refuses an empty buffer
         return torch.empty(0, dtype=dtype)
+    # A copy: a tensor on immutable bytes could be written to, and torch warns about it.
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
@@ -116,27 +119,27 @@ def pack_codes(codes: Tensor, bits: int) -> bytes:
 
 
 def widths(area: int, k: int) -> range:
-    """The Rice widths worth trying: around the one that suits k positions spread evenly over ``area``."""
+    """The Rice widths that are tried: around the best width for k positions spread evenly over ``area``."""
     guess = (area // k).bit_length() - 1
     return range(max(0, guess - 2), guess + 3)
 
 
 def longest_unary(shape: tuple[int, int], area: int, width: int) -> int:
-    """Bytes that the unary part cannot exceed: a one per position, and no chunk's gaps add up to more than it has."""
+    """The most bytes of the unary part: a one per position, and gaps that add up to at most the area of each chunk."""
     c, k = shape
     return field_bytes(c * k + c * (area >> width), 1)
 
 
 def pack_positions(index: Tensor, area: int) -> bytes:
-    """Rice code of (c, k) ascending positions below ``area``: one byte of width, the low bits of the gaps verbatim,
-    their high parts in unary.
+    """The Rice code of (c, k) ascending positions below ``area``.
 
-    For the k strongest of 4096 this stays within 5 % of log2 C(4096, k): tests/test_kernels.py.
+    It consists of one byte with the width, the low bits of the gaps as they are, and the high parts of the gaps in
+    unary. For the k strongest of 4096, the size stays within 5 % of log2 C(4096, k): tests/test_kernels.py.
     """
     gaps = (torch.diff(index.cpu(), dim=1, prepend=torch.tensor(-1).expand(len(index), 1)) - 1).view(-1)
     costs = {w: gaps.numel() * w + int((gaps >> w).sum()) for w in widths(area, index.shape[1])}
-    width = min(costs, key=lambda w: (costs[w], w))
-    ends = ((gaps >> width) + 1).cumsum(0) - 1  # where each unary number puts its closing one
+    width = min(costs, key=lambda w: (costs[w], w))  # on a tie the smaller, so that all kernels make the same bytes
+    ends = ((gaps >> width) + 1).cumsum(0) - 1  # the position of the one that closes each unary number
     unary = torch.zeros(int(ends[-1]) + 1, dtype=torch.bool)
     unary[ends] = True
     high = tensor_bytes(pack_flags(unary))
@@ -145,7 +148,7 @@ def pack_positions(index: Tensor, area: int) -> bytes:
 
 
 def unpack_positions(reader: Reader, shape: tuple[int, int], area: int, what: str) -> Tensor:
-    """(c, k) ascending positions, none beyond ``area``."""
+    """Read (c, k) ascending positions. All are below ``area``."""
     width, low_bytes, high_bytes = open_positions(reader, shape, area, what)
     c, k = shape
     low = Reader(low_bytes).fields(c * k, width, what)
@@ -160,7 +163,7 @@ def unpack_positions(reader: Reader, shape: tuple[int, int], area: int, what: st
 
 
 def open_positions(reader: Reader, shape: tuple[int, int], area: int, what: str) -> tuple[int, bytes, bytes]:
-    """Rice width, low parts and unary parts, their lengths checked."""
+    """Read the Rice width, the low parts and the unary parts, and check their lengths."""
     c, k = shape
     width = reader.number(1, what)
     allowed = widths(area, k)
@@ -172,14 +175,17 @@ def open_positions(reader: Reader, shape: tuple[int, int], area: int, what: str)
     if length > most:
         raise WireError(f"{what}: {length} bytes of unary numbers, at most {most} are possible; the message is corrupt")
     high = reader.take(length, what)
+    # A sender never writes a trailing zero byte: its last byte contains the one that closes the last number.
     if high[-1:] == b"\0":
         raise WireError(f"{what}: unary numbers end with a zero byte; the message is corrupt")
     return width, low, high
 
 
 def miscounted(what: str, due: int) -> WireError:
+    """The error for a wrong number of positions."""
     return WireError(f"{what}: more or fewer than the {due} positions that are due; the message is corrupt")
 
 
 def beyond(what: str, area: int) -> WireError:
+    """The error for a position outside its chunk."""
     return WireError(f"{what}: a position beyond the {area} there are; the message is corrupt")

@@ -1,16 +1,16 @@
-"""How tensors are cut into chunks, and chunks into slabs: whole numbers only, no tensor is touched.
+"""How tensors are cut into chunks, and how chunks are grouped into slabs. This module computes only with shapes.
 
-Every tensor is seen as a matrix and cut into chunks, 64 × 64 by default; what remains at an edge is a chunk of its own
-with its own shorter basis, so nothing is ever padded. Chunks of equal shape, whatever tensor they come from, lie
-together and are cut into *slabs*, which are transformed, selected and packed one at a time: big enough to batch many
-small tensors, small enough for the cache. Tensors too small or too flat to compress (norms, biases) lie in plain slabs:
-no transform, every value sent.
+Every tensor is treated as a matrix and cut into chunks, 64 × 64 by default. The rest at an edge is a chunk of its own
+with a shorter basis, so nothing is padded. Chunks of equal shape, from any tensor, lie together and are cut into
+*slabs*. Slabs are transformed, selected and packed one at a time. A slab is large enough to batch many small tensors,
+and small enough for the cache. Tensors that are too small or too flat to compress (norms, biases) lie in plain slabs:
+they are not transformed, and every value is sent.
 
     flat = [ slab 0: chunks × area | slab 1: … | plain values ]          float32
 
 The order of the slabs is part of the wire format: docs/wire.md.
 
-Legend: h, w chunk shape; down, across how many chunks a patch has in each direction.
+Legend: h, w shape of a chunk; down, across number of chunks of a patch in each direction.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-SMALL = 1 << 16  # values of a patch below which it is moved together with others like it
-SLAB = 1 << 20  # values worked on at once: bounds the temporary memory, and stays in the cache
+SMALL = 1 << 16  # a patch of fewer values is copied together with others of the same form
+SLAB = 1 << 20  # the most values of a slab: it limits the temporary memory, and fits the cache
 
 
 @dataclass(frozen=True)
 class Patch:
     """A rectangle of one tensor that is cut into ``down × across`` chunks, the first at place ``first`` of its slab.
 
-    In a plain slab chunks are single values: ``col`` is where in the tensor the patch begins, ``across`` its length.
+    In a plain slab, chunks are single values: ``col`` is the start of the patch in the tensor, ``across`` its length.
     """
 
     tensor: int
@@ -49,24 +49,25 @@ class Slab:
     chunks: int
     offset: int
     plain: bool
-    bundles: tuple[tuple[Patch, ...], ...]  # patches that are moved together, see `_bundles`
+    bundles: tuple[tuple[Patch, ...], ...]  # patches that are copied together, see `_bundles`
 
     area: int = field(init=False)  # values of a chunk
     size: int = field(init=False)  # values of all chunks
 
     def __post_init__(self) -> None:
+        # A frozen dataclass can set its own fields only in this way.
         object.__setattr__(self, "area", self.h * self.w)
         object.__setattr__(self, "size", self.chunks * self.area)
 
     def tensor_of(self, chunk: int, position: int) -> int:
-        """Which tensor a value comes from."""
+        """The index of the tensor from which a value comes."""
         place = position if self.plain else chunk
         patches = [patch for bundle in self.bundles for patch in bundle]
         return next(patch.tensor for patch in reversed(patches) if patch.first <= place)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The matrix a tensor is seen as: axes of length one dropped, then the first axis against all others.
+    """The shape of the matrix for a tensor: axes of length one are dropped, then all axes but the first are merged.
 
     (out, in, 3, 3) is (out, in·9); (1, 197, 768) is (197, 768); a vector is one row; a scalar is 1 × 1.
     """
@@ -77,7 +78,10 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def slabs_of(shapes: Sequence[Sequence[int]], chunk: int, plain_below: int) -> Iterator[Slab]:
-    """Chunks of equal shape together, larger shapes first, plain tensors last; within that, in the tensors' order."""
+    """The slabs of all tensors: larger chunk shapes first, plain tensors last. Equal shapes keep the tensors' order.
+
+    The order depends only on the shapes and on the two settings, so it is the same on all replicas.
+    """
     patches: dict[tuple[int, int], list[Patch]] = defaultdict(list)
     plain: list[Patch] = []
     for index, shape in enumerate(shapes):
@@ -104,7 +108,7 @@ def slabs_of(shapes: Sequence[Sequence[int]], chunk: int, plain_below: int) -> I
 
 
 def _cuts(length: int, chunk: int) -> Iterator[tuple[int, int, int]]:
-    """(start, chunk length, number of chunks): the whole chunks, then what remains at the edge."""
+    """(start, chunk length, number of chunks): first for the whole chunks, then for the rest at the edge."""
     whole, rest = divmod(length, chunk)
     if whole:
         yield 0, chunk, whole
@@ -113,7 +117,7 @@ def _cuts(length: int, chunk: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _runs(patches: Sequence[Patch], h: int, w: int, most: int) -> Iterator[list[Patch]]:
-    """The patches in runs of ``most`` chunks (the last may be shorter), cut where a run is full."""
+    """Group the patches into runs of ``most`` chunks; the last may be shorter. A patch is cut where a run is full."""
     run: list[Patch] = []
     used = 0
     for patch in patches:
@@ -128,12 +132,15 @@ def _runs(patches: Sequence[Patch], h: int, w: int, most: int) -> Iterator[list[
 
 
 def _pieces(patch: Patch, h: int, w: int, most: int, room: int) -> Iterator[Patch]:
-    """Rectangles that follow each other in the patch's own order of chunks (row by row) and fill runs of ``most``
-    chunks, ``room`` of them for the first."""
+    """Cut a patch into rectangles that follow each other in its order of chunks (row by row).
+
+    The rectangles fill runs of ``most`` chunks. The first run has room for ``room`` chunks.
+    """
     at, end = 0, patch.down * patch.across
     while at < end:
         down, across = divmod(at, patch.across)
         left = min(room, end - at)
+        # Not every run of chunks is a rectangle: a rest of a row and whole rows become pieces of their own.
         if across or left < patch.across:  # part of one row of chunks
             size = min(left, patch.across - across)
             piece = (down, across, 1, size)
@@ -146,7 +153,7 @@ def _pieces(patch: Patch, h: int, w: int, most: int, room: int) -> Iterator[Patc
 
 
 def _bundles(patches: Sequence[Patch], area: int) -> Iterator[tuple[Patch, ...]]:
-    """Small patches of equal form that follow each other, together: one operation for many small tensors."""
+    """Group small neighbouring patches of equal form, so that one operation copies many small tensors."""
     for (down, across), run in itertools.groupby(patches, lambda patch: (patch.down, patch.across)):
         if down * across * area >= SMALL:
             yield from ((patch,) for patch in run)

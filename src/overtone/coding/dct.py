@@ -1,8 +1,8 @@
 """Orthonormal transforms of square or oblong chunks.
 
 A transform is a function from a length n to an orthonormal basis B of shape (n, n), one basis vector per row.
-A chunk X of shape (h, w) becomes B_h · X · B_wᵀ, and comes back as B_hᵀ · Y · B_w. Two matrix products with a cached
-basis beat every FFT-based variant at these sizes, and the edge chunks just use a shorter basis.
+A chunk X of shape (h, w) becomes Y = B_h · X · B_wᵀ, and the inverse is X = B_hᵀ · Y · B_w. Two matrix products with a
+cached basis are faster than every FFT-based variant at these sizes. Chunks at an edge use a shorter basis.
 
 Legend: n chunks, h rows, w columns.
 """
@@ -34,10 +34,10 @@ def cosine_basis(n: int) -> Tensor:
 
 
 def random_basis(n: int) -> Tensor:
-    """A fixed random rotation: the control that tells whether cosines matter or any mixing would do."""
+    """A fixed random rotation. This control shows if cosines matter, or if any rotation works as well."""
     noise = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
     q, r = torch.linalg.qr(noise)
-    rotation: Tensor = q * r.diagonal().sign()  # the sign makes it unique
+    rotation: Tensor = q * r.diagonal().sign()  # QR is unique only up to signs, which libraries choose differently
     return rotation
 
 
@@ -46,7 +46,10 @@ TRANSFORMS: dict[str, Basis | None] = {"dct": cosine_basis, "random": random_bas
 
 @lru_cache(maxsize=512)
 def cached_basis(make: Basis, n: int, device: torch.device) -> Tensor:
-    """``make(n)`` in fp32 on the device, computed once (in fp64, so that it is orthonormal to the last bit of fp32)."""
+    """``make(n)`` in fp32 on the device, computed once.
+
+    It is computed in fp64, so that it is orthonormal to the last bit of fp32.
+    """
     return make(n).to(torch.float32).to(device)
 
 
@@ -59,9 +62,10 @@ def forward(
     keep: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """(n, h, w) values to coefficients, by way of ``between`` (scratch); neither it nor ``out`` may be ``chunks``.
+    """Transform (n, h, w) values to coefficients: out ← keep · out + coefficients / scale.
 
-    out ← keep · out + coefficients / scale: the second product adds up as it goes, which saves a pass over ``out``.
+    ``between`` is scratch. Neither it nor ``out`` may be ``chunks``. The second product adds to ``out`` directly, which
+    saves a pass over it.
     """
     n, h, w = chunks.shape
     rows, cols = _bases(chunks, make)
@@ -84,10 +88,12 @@ def inverse(coeffs: Tensor, make: Basis, between: Tensor | None = None, out: Ten
 
 
 def inverse_strip(coeffs: Tensor, make: Basis, between: Tensor, out: Tensor) -> Tensor:
-    """`inverse` of chunks that lie side by side in a matrix, straight into it: (n, h, w) coefficients to the (h, n · w)
-    strip ``out``. The first product works row by row of all chunks, so that the second is a single one.
+    """`inverse` for chunks that lie side by side in a matrix: (n, h, w) coefficients to the (h, n · w) strip ``out``.
 
-    To be called within `full_precision`: there are many strips."""
+    The result is written directly into the matrix. The first product treats one row of all chunks at a time, so that
+    the second is a single product. Call it within `full_precision`, which is not entered here because there are many
+    strips.
+    """
     n, h, w = coeffs.shape
     rows, cols = _bases(coeffs, make)
     torch.bmm(coeffs.transpose(0, 1), cols.expand(h, w, w), out=between.view(h, n, w))
@@ -96,7 +102,10 @@ def inverse_strip(coeffs: Tensor, make: Basis, between: Tensor, out: Tensor) -> 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Products in fp32 whatever the caller's autocast, or leave to use TF32, says: weights are at stake."""
+    """Compute matrix products in full fp32, even if the caller uses autocast or allows TF32.
+
+    The products become weights, so they must not lose precision.
+    """
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -113,18 +122,20 @@ def _bases(chunks: Tensor, make: Basis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class SlabSignal:
-    """The signal of one slab in the domain of the weights. It is transformed when a rule asks for its coefficients,
-    straight to where the rule needs them."""
+    """The signal of one slab in the domain of the weights.
+
+    It is transformed only when a rule asks for its coefficients, and directly into the rule's own tensor.
+    """
 
     values: Tensor  # (chunks, area)
     shape: tuple[int, int, int]  # (chunks, h, w)
     basis: Basis | None
     between: Tensor  # scratch, as large as the values
-    out: Tensor  # likewise
-    scale: float = 1.0  # of the loss: the signal is the values over it
+    out: Tensor  # a second scratch tensor of this size
+    scale: float = 1.0  # the loss scale: the signal is values / scale
 
     def coefficients(self) -> Tensor:
-        """(chunks, area), in a scratch area that the next slab uses again."""
+        """The coefficients, (chunks, area), in a scratch area. The next slab overwrites it."""
         if self.basis is None and self.scale == 1.0:
             return self.values
         return self.into(self.out)

@@ -1,4 +1,4 @@
-"""Tensors to the slabs of one flat vector, and back. How they are cut is the matter of chunks.py."""
+"""Copies tensors to the slabs of one flat vector, and back. chunks.py defines how tensors are cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def part_of(flat: Tensor, slab: Slab) -> Tensor:
 
 
 class Layout:
-    """The map between tensors and their flat vector of coefficients: `read` and `write`, a slab or all at a time."""
+    """The map between tensors and their flat vector of coefficients. It reads and writes one slab, or all of them."""
 
     def __init__(
         self, shapes: Sequence[Sequence[int]], *, chunk: int, plain_below: int, basis: dct.Basis | None
@@ -30,14 +30,18 @@ class Layout:
 
     @classmethod
     def flat(cls, shapes: Sequence[Sequence[int]]) -> Layout:
-        """Everything plain, in the order given."""
+        """A layout without chunks: all tensors are plain, in the order given."""
         return cls(shapes, chunk=1, plain_below=1 << 62, basis=None)
 
     def empty(self, device: torch.device) -> Tensor:
+        """A flat vector of zeros."""
         return torch.zeros(self.size, dtype=torch.float32, device=device)
 
     def scratch(self, slab: Slab, index: int, device: torch.device) -> Tensor:
-        """One of three lasting scratch areas as large as the slab: fresh memory costs more than the work in it."""
+        """One of three scratch areas, as large as the slab.
+
+        They are used again, because new memory costs more time than the work in it.
+        """
         if device not in self._scratch:
             largest = max((slab.size for slab in self.slabs), default=0)
             self._scratch[device] = torch.empty(3, largest, dtype=torch.float32, device=device)
@@ -46,8 +50,10 @@ class Layout:
     # -- a slab at a time ------------------------------------------------------------------------------------------
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors as `read_slab` and `write_slab` want them: views, or copies of those that are no matrix in memory
-        (channels_last, a transposed view)."""
+        """The tensors as matrices, for `read_slab` and `write_slab`.
+
+        They are views where possible. A tensor that is not contiguous (channels_last, a transposed view) is copied.
+        """
         return [
             tensor if tensor.shape == shape and tensor.is_contiguous() else tensor.contiguous().view(shape)
             for tensor, shape in zip(tensors, self._matrix_shapes, strict=True)
@@ -60,8 +66,10 @@ class Layout:
         minus: Sequence[Tensor] | None = None,
         device: torch.device | None = None,
     ) -> dct.SlabSignal:
-        """The slab's part of ``plus`` (less ``minus``), both given as `matrices`. The subtraction happens in fp32. It
-        lies in a scratch area that the next slab uses again."""
+        """The slab's part of ``plus`` (minus ``minus``), both given as `matrices`. The subtraction is done in fp32.
+
+        The result lies in a scratch area, which the next slab overwrites.
+        """
         device = device or plus[0].device
         values, between, out = (self.scratch(slab, i, device) for i in range(3))
         for bundle in slab.bundles:
@@ -74,12 +82,13 @@ class Layout:
             if here.dtype == there.dtype == torch.float32:
                 torch.sub(here, there, out=place)
             else:
+                # Converted to fp32 first: a difference in bf16 would lose small drifts.
                 place.copy_(here).sub_(there)
         basis = None if slab.plain else self.basis
         return dct.SlabSignal(values, (slab.chunks, slab.h, slab.w), basis, between, out)
 
     def write_slab(self, slab: Slab, coeffs: Tensor, matrices: Sequence[Tensor]) -> None:
-        """The part of the tensors whose coefficients are ``coeffs``, rounded to each tensor's own type."""
+        """Write the slab's part of the tensors from its coefficients, rounded to the type of each tensor."""
         values = coeffs
         if self.basis is not None and not slab.plain:
             if all(_takes_strips(bundle, matrices, coeffs) for bundle in slab.bundles):
@@ -88,6 +97,7 @@ class Layout:
                         self._write_strips(slab, patch, coeffs, matrices[patch.tensor])
                 return
             shape = (slab.chunks, slab.h, slab.w)
+            # Only areas 0 and 1: a round keeps the mean, and with it perhaps the coefficients, in area 2.
             between, values = (self.scratch(slab, i, coeffs.device) for i in range(2))
             dct.inverse(coeffs.view(shape), self.basis, between.view(shape), values.view(shape))
         for bundle in slab.bundles:
@@ -96,10 +106,10 @@ class Layout:
                 parts = place.split([rectangle.numel() for rectangle in rectangles])
             else:
                 parts = place.transpose(2, 3).reshape(len(bundle), *rectangles[0].shape).unbind(0)
-            torch._foreach_copy_(rectangles, list(parts))
+            torch._foreach_copy_(rectangles, list(parts))  # one call for many small tensors
 
     def _write_strips(self, slab: Slab, patch: Patch, coeffs: Tensor, matrix: Tensor) -> None:
-        """Straight into the matrix, one row of chunks after the other: a copy less."""
+        """Write the patch directly into the matrix, one row of chunks after the other. This saves a copy."""
         assert self.basis is not None
         h, wide = slab.h, patch.across * slab.w
         between = self.scratch(slab, 0, coeffs.device).view(-1)[: h * wide]
@@ -111,24 +121,24 @@ class Layout:
     # -- all at once -----------------------------------------------------------------------------------------------
 
     def read(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Coefficients of all tensors into the flat vector ``out``."""
+        """Write the coefficients of all tensors into the flat vector ``out``."""
         matrices = self.matrices(tensors)
         for slab in self.slabs:
             self.read_slab(slab, matrices).into(part_of(out, slab))
         return out
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-        """The tensors whose coefficients are ``flat``."""
+        """Write all tensors from their coefficients ``flat``."""
         matrices = self.matrices(tensors)
         for slab in self.slabs:
             self.write_slab(slab, part_of(flat, slab), matrices)
         for matrix, tensor in zip(matrices, tensors, strict=True):
-            if matrix.data_ptr() != tensor.data_ptr():
+            if matrix.data_ptr() != tensor.data_ptr():  # `matrices` had to make a copy
                 tensor.copy_(matrix.view(tensor.shape))
 
 
 def _rectangles(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch]) -> list[Tensor]:
-    """Each patch's part of its matrix, as it lies there; of a plain tensor, as (length,)."""
+    """Views of each patch's part of its matrix. For a plain tensor, the view has the shape (length,)."""
     if slab.plain:
         return [matrices[p.tensor].view(-1)[p.col : p.col + p.across] for p in bundle]
     rows, cols = bundle[0].down * slab.h, bundle[0].across * slab.w
@@ -140,7 +150,7 @@ def _rectangles(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch])
 
 
 def _join(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch], device: torch.device) -> Tensor:
-    """The patches of a bundle as one tensor, shaped as its `_place`."""
+    """The patches of a bundle as one tensor, in the shape of `_place`."""
     rectangles = [rectangle.to(device) for rectangle in _rectangles(matrices, slab, bundle)]
     if slab.plain:
         return torch.cat(rectangles)
@@ -149,7 +159,7 @@ def _join(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch], devic
 
 
 def _takes_strips(bundle: Sequence[Patch], matrices: Sequence[Tensor], coeffs: Tensor) -> bool:
-    """On a CPU only: a GPU would rather have few large products."""
+    """True if the slab can be written in strips. Only on a CPU: a GPU is faster with few large products."""
     target = matrices[bundle[0].tensor]
     on_cpu = target.device.type == coeffs.device.type == "cpu"
     return len(bundle) == 1 and target.dtype == torch.float32 and on_cpu

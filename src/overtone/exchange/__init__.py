@@ -1,1 +1,1 @@
-"""One round: what is exchanged, in which messages, and how replicas agree on it. Imports torch only."""
+"""One round: the exchanged tensors, the messages, and how the replicas agree on them. Imports torch only."""

@@ -1,9 +1,9 @@
-"""A model's buffers between replicas: running statistics and counters.
+"""How replicas exchange a model's buffers: running statistics and counters.
 
-The policy: floating buffers are averaged each round; integer and boolean ones are broadcast at the start and then
-checked (their fingerprint rides in every header). A floating buffer that nobody changed since the last round, such as a
-mask or a table of frequencies, is left exactly as it is; in a gathered message it travels as one bit. ``private``
-leaves every buffer to its replica.
+With the policy ``shared``, floating buffers are averaged in each round. Integer and boolean buffers are broadcast at
+the start and then compared: every header has their fingerprint. A floating buffer that no replica changed since the
+last round, such as a mask or a table of frequencies, keeps its exact values; in a gathered message it takes one bit.
+With the policy ``private``, every replica keeps its own buffers.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ POLICIES = ("shared", "private")
 
 
 class Buffers:
+    """The buffers of one replica's model, and their last shared values."""
+
     def __init__(self, model: nn.Module, policy: str) -> None:
         if policy not in POLICIES:
             raise ModelError(f"buffers={policy!r}: choose one of {', '.join(POLICIES)}")
         self.model = model
         self.policy = policy
         for name, b in model.named_buffers():
-            why = unfit(b)
+            why = unfit(b)  # private buffers need no values to be read, but even they need a shape
             if why and (policy == "shared" or nn.parameter.is_lazy(b)):
                 raise ModelError(f"buffer {plain_name(name)}: {why}")
         named = self.named() if policy == "shared" else {}
         self.floats = [name for name, b in named.items() if b.is_floating_point()]
         self.counters = [name for name, b in named.items() if not b.is_floating_point()]
         self._shapes = {name: b.shape for name, b in named.items()}
-        self.shared: list[Tensor] = []  # the floating buffers as all replicas knew them after the last round
+        self.shared: list[Tensor] = []  # the floating buffers after the last round, equal on all replicas
         self.remember()
 
     def named(self) -> dict[str, Tensor]:
-        # By name each time: a module may replace its buffer instead of writing into it.
+        """All buffers of the model by name, whatever the policy."""
+        # Looked up by name each time: a module may replace its buffer instead of writing into it.
         return {plain_name(name): b.detach() for name, b in self.model.named_buffers()}
 
     def _get(self, names: Sequence[str]) -> list[Tensor]:
@@ -49,37 +52,45 @@ class Buffers:
         return [named[name] for name in names]
 
     def tensors(self) -> list[Tensor]:
-        """All buffers under the policy, floating ones first."""
+        """All buffers that the policy covers, floating buffers first."""
         return [*self.float_tensors(), *self.counter_tensors()]
 
     def float_tensors(self) -> list[Tensor]:
+        """The floating buffers."""
         return self._get(self.floats)
 
     def counter_tensors(self) -> list[Tensor]:
+        """The integer and boolean buffers."""
         return self._get(self.counters)
 
     def remember(self) -> None:
-        """The floating buffers are now what all replicas share."""
+        """Keep a copy of the floating buffers as the values that all replicas share."""
         self.shared = [b.clone() for b in self.float_tensors()]
 
     def put(self, values: Sequence[Tensor]) -> None:
+        """Write these values into the floating buffers of the model."""
         for buffer, value in zip(self.float_tensors(), values, strict=True):
             buffer.copy_(value)
 
     def absorb(self, values: Sequence[Tensor]) -> None:
-        """The round's averages become the shared values."""
+        """Make the averages of the round the new shared values."""
         self.put(values)
         self.remember()
 
     def counters_fingerprint(self) -> bytes:
+        """The fingerprint of the integer and boolean buffers, for the header."""
         named = self.named()
-        if not self.counters or any(name not in named for name in self.counters):  # whoever lost one says so instead
+        # A replica that lost a buffer must still be able to make a header: its message then reports the loss.
+        if not self.counters or any(name not in named for name in self.counters):
             return bytes(8)
         return fingerprint.of_tensors([named[name] for name in self.counters])
 
     def changed(self) -> str:
-        """A complaint about buffers that are not there as at the start. A module may replace one by another of the same
-        shape, and may make one that is not saved, such as a cache."""
+        """Which buffer was added, removed or resized since the start, as an error text. Empty if there is none.
+
+        A module may replace a buffer by another of the same shape. It may also add a buffer that is not saved, such as
+        a cache.
+        """
         named = self.named()
         if self.policy == "shared":
             for name in _saved(self.model):
@@ -91,29 +102,30 @@ class Buffers:
         return ""
 
     def not_finite(self) -> str:
-        """Why the buffers cannot be exchanged now, if they cannot."""
+        """Which buffer has become infinite or NaN, as an error text. Empty if there is none."""
         for name, now, shared in zip(self.floats, self.float_tensors(), self.shared, strict=True):
             if _has_become_infinite(now, shared):
                 return f"buffer {name} has values that are not finite; lower the learning rate, go on from a checkpoint"
         return ""
 
     def block(self, *, as_numbers: bool) -> Block:
-        """The floating buffers as part of a contribution: to be gathered, or numbers to be summed."""
+        """The floating buffers as part of a contribution: bytes for an all-gather, or numbers for an all-reduce."""
         return Block(numbers=self.changes()) if as_numbers else Block(self.pack())
 
     # -- as bytes, for messages ------------------------------------------------------------------------------------
 
     def pack(self) -> bytes:
-        """One bit per floating buffer, then the values of those that changed."""
+        """One bit per floating buffer, then the values of the buffers that changed."""
         if not self.floats:
             return b""
         now = self.float_tensors()
+        # `torch.equal` is fast but never true for NaN. A buffer with NaN in the same places has not changed either.
         changed = [not (torch.equal(b, s) or bool(_same(b, s).all())) for b, s in zip(now, self.shared, strict=True)]
         values = [tensor_bytes(b.float()) for b, moved in zip(now, changed, strict=True) if moved]
         return tensor_bytes(pack_flags(torch.tensor(changed))) + b"".join(values)
 
     def unpack(self, reader: Reader) -> list[Tensor | None]:
-        """One replica's floating buffers; None for those it did not change."""
+        """Read one replica's floating buffers. None stands for a buffer that it did not change."""
         if not self.floats:
             return []
         flags = reader.tensor(field_bytes(len(self.floats), 1), torch.uint8, "flags of changed buffers")
@@ -126,11 +138,14 @@ class Buffers:
         ]
 
     def average(self, replicas: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
-        """Mean of each buffer over the replicas, summed in the order given; untouched if nobody changed it."""
+        """The mean of each buffer over the replicas, summed in the order given.
+
+        A buffer that no replica changed keeps its exact values.
+        """
         means = []
         for shared, *values in zip(self.shared, *replicas, strict=True):
             if all(value is None for value in values):
-                means.append(shared)
+                means.append(shared)  # the mean of equal values could still round to another value
                 continue
             total = torch.zeros_like(shared, dtype=torch.float32)
             for value in values:
@@ -141,32 +156,34 @@ class Buffers:
     # -- as numbers, for sums --------------------------------------------------------------------------------------
 
     def changes(self) -> Tensor:
-        """How far all floating buffers are from the shared values, end to end in fp32; exactly 0 where they rest."""
+        """All floating buffers minus their shared values, as one fp32 vector. It is exactly 0 where nothing changed."""
         pairs = zip(self.float_tensors(), self.shared, strict=True)
+        # `where` instead of a plain difference: NaN − NaN and ∞ − ∞ are NaN, and would spread in the sum.
         flat = [torch.where(_same(b, s), 0.0, b.float() - s.float()).view(-1).cpu() for b, s in pairs]
         return torch.cat(flat) if flat else torch.empty(0)
 
     def changed_by(self, vector: Tensor) -> list[Tensor]:
-        """The shared values moved by the mean of everybody's `changes`."""
+        """The shared values plus the mean of the `changes` of all replicas."""
         parts = vector.split([s.numel() for s in self.shared]) if self.shared else ()
         moves = [part.view(s.shape).to(s.device) for part, s in zip(parts, self.shared, strict=True)]
+        # A buffer that no replica changed stays exactly as it is.
         return [s + move if bool(move.any()) else s for s, move in zip(self.shared, moves, strict=True)]
 
 
 def _sound(value: Tensor, shared: Tensor, name: str) -> Tensor:
-    """Refuse what a sender would not have sent."""
+    """Return the value, or refuse it if no correct sender would have sent it."""
     if _has_become_infinite(value, shared):
         raise WireError(f"buffer {name}: not finite; the message is corrupt")
     return value
 
 
 def _has_become_infinite(value: Tensor, shared: Tensor) -> bool:
-    """Some value is not finite in fp32, as which it travels, and was not so before."""
+    """True if some value is not finite in fp32, the type in which it is sent, and has changed since the last round."""
     return bool((~torch.isfinite(value.float()) & ~_same(value, shared)).any())
 
 
 def _saved(model: nn.Module) -> Iterator[str]:
-    """The buffers that are part of a `state_dict`, by name."""
+    """The names of the buffers that are part of a `state_dict`."""
     for place, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -1,8 +1,9 @@
-"""How all replicas come to the same conclusion: whose messages count, and whether the replicas still agree.
+"""How all replicas come to the same conclusion: which messages count, and whether the replicas still agree.
 
-No weight moves before everybody has read the same: a message that one rank cannot read is refused by all, naming its
-sender. An exchange of messages ends with a *verdict*, eight bytes that are equal on all ranks exactly if all have read
-the same. Only if they differ is there a *dispute*, in which every rank tells what it read of whom.
+No weight changes before all replicas have read the same messages. If one rank cannot read a message, all ranks refuse
+it, and the error names its sender. An exchange of messages ends with a *verdict*: eight bytes that are equal on all
+ranks exactly if all have read the same. If the verdicts differ, a *dispute* follows: every rank reports how it read
+each message.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from overtone.transport import Exchange, Gather
 
 T = TypeVar("T")
 
-MOST_TEXT = 1 << 20  # bytes that a reason, a dispute or a handshake may take
+MOST_TEXT = 1 << 20  # the most bytes of a reason, a dispute or a handshake
 
 
 @dataclass
 class Inbox:
-    """The messages of one gather as this rank could read them, by sender."""
+    """The messages of one all-gather, by sender, as this rank could read them."""
 
     peers: Sequence[int]
     messages: dict[int, Message] = field(default_factory=dict)
@@ -33,22 +34,24 @@ class Inbox:
 
     @property
     def seals(self) -> dict[int, str]:
-        """By sender: the seal of its message, empty if it was refused."""
+        """The seal of each sender's message. It is empty if the message was refused."""
         return {rank: self.messages[rank].seal.hex() if rank in self.messages else "" for rank in self.peers}
 
 
 def agree(
     inbox: Inbox, mine: Header, expected: Expected, seal: Seal, refused: str = "raise", what: str = "message"
 ) -> Exchange[dict[int, str]]:
-    """Who is left out of this exchange, and why: nobody if all have read the same; else the same ranks everywhere.
+    """Which ranks are left out of this exchange, and why. The result is the same on all ranks.
 
-    ``refused`` is the policy for a rank whose message was refused: "raise" on every rank, or "leave out".
+    No rank is left out if all have read the same. ``refused`` is the policy for a rank whose message was refused:
+    "raise" on every rank, or "leave out".
     """
     own = verdict(inbox, mine, seal)
     try:
         verdicts = yield Gather(own, equal=True)
     except PeerError as error:
-        # A stranger, or a replica of another version, does not stay for a dispute.
+        # A process that is no replica of this run, or is of another version, takes no part in verdict or dispute. The
+        # refusal of its message explains more than the broken connection.
         raise _refusal(expected, inbox.refused, what) if inbox.refused else error from error
     if not inbox.refused and all(other == own for other in verdicts):
         return {}
@@ -61,7 +64,7 @@ def verdict(inbox: Inbox, mine: Header, seal: Seal) -> bytes:
 
 
 def digest(seal: Seal, *parts: bytes) -> bytes:
-    """Eight bytes that nobody without the key can make."""
+    """Eight bytes of these parts. If the run has a key, only holders of the key can compute them."""
     key = hashlib.sha256(seal.key).digest() if seal.key else b""
     return hashlib.blake2b(b"".join(parts), digest_size=8, key=key).digest()
 
@@ -69,17 +72,17 @@ def digest(seal: Seal, *parts: bytes) -> bytes:
 def dispute(
     inbox: Inbox, mine: Header, expected: Expected, seal: Seal, refused: str = "raise", what: str = "message"
 ) -> Exchange[dict[int, str]]:
-    """Every rank tells what it read of whom, and all come to the same conclusion: who is left out, and why."""
+    """Every rank reports how it read each message. All then agree on the ranks to leave out, and on the reasons."""
     # The key "marks" is part of the wire format.
     body = json.dumps({"marks": inbox.seals, "refused": inbox.refused}).encode()
     gathered = yield Gather(seal_message(replace(mine, kind=Kind.DISPUTE), body, seal), most=MOST_TEXT)
     try:
         disputes = open_all("dispute", gathered, inbox.peers, expected, seal, _read_dispute)
     except PeerError as error:
-        # With another key, nothing of a peer can be read: the first refusal tells more.
+        # A peer with another key can never be read, its dispute included: the first refusal explains more.
         raise _refusal(expected, inbox.refused, what) if inbox.refused else error from error
     left_out = {rank: why for rank in inbox.peers if (why := _complaint(rank, disputes))}
-    # If most would have to go, the fault is rather with the rank that could not read them.
+    # If most ranks would be left out, the fault is more likely with the rank that could not read them.
     if refused == "raise" or 2 * len(left_out) > len(inbox.peers):
         told = "; ".join(f"the {what} of rank {rank} was refused {why}" for rank, why in left_out.items())
         raise PeerError(f"round {expected.round}: {told or 'the verdict of a rank was damaged on the way'}")
@@ -87,7 +90,7 @@ def dispute(
 
 
 def _refusal(expected: Expected, refused: Mapping[int, str], what: str) -> PeerError:
-    """The messages that this rank alone could not read."""
+    """An error about the messages that this rank could not read, by its own view alone."""
     told = "; ".join(f"the {what} of rank {rank} was refused: {why}" for rank, why in refused.items())
     return PeerError(f"round {expected.round}: {told}")
 
@@ -101,9 +104,10 @@ def gather_sealed(
     parse: Callable[[Message], T],
     most: int = MOST_TEXT,
 ) -> Exchange[list[T]]:
-    """An all-gather of sealed messages: everybody's body, parsed, in rank order; read alike by all, or refused by all.
+    """An all-gather of sealed messages. Returns the parsed bodies of all ranks, in rank order.
 
-    The schema is not compared here: where models differ, the handshake says so in words.
+    All ranks read the same, or all ranks refuse. The schema is not compared here: if models differ, the handshake
+    explains the difference in words.
     """
     expected = Expected(header.round, header.run, header.schema)
     gathered = yield Gather(seal_message(header, body, seal), most=most)
@@ -129,7 +133,7 @@ def open_all(
     seal: Seal,
     read: Callable[[Message], T],
 ) -> dict[int, T]:
-    """What everybody's message says, by rank, where there is no going on without one of them."""
+    """Read the messages of all ranks, where the exchange cannot go on without one of them."""
     found = {}
     for rank, raw in zip(peers, gathered, strict=True):
         try:
@@ -141,7 +145,7 @@ def open_all(
 
 @dataclass(frozen=True)
 class Dispute:
-    """One rank's view of a gather."""
+    """One rank's view of an all-gather."""
 
     seals: dict[int, str] = field(default_factory=dict)  # by sender: the seal of its message as this rank read it
     refused: dict[int, str] = field(default_factory=dict)
@@ -161,10 +165,11 @@ def _read_dispute(message: Message) -> Dispute:
 
 
 def _complaint(rank: int, disputes: Mapping[int, Dispute]) -> str:
-    """Why a rank's message does not count; empty if it does."""
+    """Why a rank's message does not count. Empty if it counts."""
     for judge, dispute in disputes.items():
         if rank in dispute.refused:
             return f"by rank {judge}: {dispute.refused[rank]}"
+    # Each copy was valid for its reader, but the copies differ: the sender or the network gave out two messages.
     if len({dispute.seals.get(rank) for dispute in disputes.values()}) > 1:
         return "because not every rank received the same"
     return ""
@@ -183,29 +188,35 @@ UNLIKE_HOSTS = (
 
 
 def compare_initial_weights(ranks: Sequence[int], prints: Sequence[bytes]) -> None:
+    """Refuse a start from different weights, by their fingerprints."""
     _compare("the initial weights", dict(zip(ranks, prints, strict=True)), NOT_AS_SENT)
 
 
 def compare_last_weights(prints: Mapping[int, bytes]) -> None:
+    """Refuse to end with different weights, by their fingerprints."""
     _compare("the last weights", prints, NOT_AS_SENT)
 
 
 def compare_anchors(index: int, prints: Mapping[int, bytes], *, of_weights: bool) -> None:
-    """``of_weights``: the weights serve as anchor, and every host works them out for itself."""
+    """Refuse a round from different anchors, by their fingerprints.
+
+    ``of_weights``: the weights serve as the anchor, and every host computes them itself.
+    """
     what = f"round {index}: the anchors that the replicas start it from"
     _compare(what, prints, UNLIKE_HOSTS if of_weights else APART)
 
 
 def compare_progress(index: int, headers: Sequence[Header]) -> None:
-    """Refuse a round between replicas that took different numbers of steps, or of which some are finishing."""
+    """Refuse a round between replicas at different steps, or between replicas of which only some are finishing."""
     where = {header.sender: f"{header.kind.name.lower()} after {header.steps} steps" for header in headers}
-    stages = {Kind.ABSTAIN: Kind.ROUND}  # an abstention is a round's answer
+    stages = {Kind.ABSTAIN: Kind.ROUND}  # a replica that abstains is in the round too
     if len({(header.steps, stages.get(header.kind, header.kind)) for header in headers}) > 1:
         way_out = "Give every replica the same number of batches, and finish() all of them"
         raise MismatchError(f"round {index}: replicas are at different steps: {camps(where)}. {way_out}")
 
 
 def compare_counters(index: int, prints: Mapping[int, bytes], names: Sequence[str]) -> None:
+    """Refuse a round between replicas with different integer buffers, by their fingerprints."""
     way_out = 'Make them equal on all replicas, or build the Replica with buffers="private"'
     _compare(f"round {index}: the integer buffers ({', '.join(names)})", prints, way_out)
 
@@ -218,7 +229,7 @@ def _compare(what: str, prints: Mapping[int, bytes], way_out: str) -> None:
 
 
 def camps(values: Mapping[int, object]) -> str:
-    """Which ranks hold which value, in words: '10 on ranks 0, 1; 20 on rank 2'."""
+    """A text about which ranks hold which value: '10 on ranks 0, 1; 20 on rank 2'."""
     camps: dict[str, list[int]] = defaultdict(list)
     for rank, value in values.items():
         camps[printable(str(value))].append(rank)

@@ -1,4 +1,7 @@
-"""What must be equal on all replicas before the first step, and in a saved state that a replica goes on from."""
+"""The description of a replica: method, model and version.
+
+It must be equal on all replicas before the first step, and equal to that of a saved state that a replica loads.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ Description = dict[str, object]
 
 
 def describe(method: Method, parameters: Mapping[str, Tensor], buffers: Buffers, refused: str) -> Description:
-    """Method, model and version, flat: one key, one printable value."""
+    """Method, model and version as a flat table of printable values."""
     private = "" if buffers.policy == "shared" else f", {buffers.policy}"
     about: Description = {"overtone": __version__, "wire": VERSION, **method.numbers()}
     about["parameters"] = len(parameters)
+    # Payloads have no names: two models with the same parameters in another order must not match.
     about["order of parameters"] = fingerprint.of_text("\n".join(parameters)).hex()
     about |= {f"parameter {n}": _outline(t) + ("" if t.requires_grad else ", frozen") for n, t in parameters.items()}
     about |= {f"buffer {n}": _outline(t) + private for n, t in buffers.named().items()}
@@ -31,12 +35,12 @@ def describe(method: Method, parameters: Mapping[str, Tensor], buffers: Buffers,
 
 
 def schema_of(description: Description) -> bytes:
-    """Eight bytes for a description; they are part of every message."""
+    """The fingerprint of a description. It is part of every message."""
     return fingerprint.of_text(json.dumps(description))
 
 
 def compare_descriptions(described: Mapping[int, bytes]) -> None:
-    """Refuse replicas that describe themselves differently; maps rank to description."""
+    """Refuse replicas with different descriptions. ``described`` maps each rank to its description."""
     abouts = {rank: _read(rank, raw) for rank, raw in described.items()}
     differences = [
         f"{printable(key)}: {camps({rank: about.get(key, 'absent') for rank, about in abouts.items()})}"
@@ -51,7 +55,7 @@ def compare_descriptions(described: Mapping[int, bytes]) -> None:
 def _read(rank: int, raw: bytes) -> Description:
     try:
         about = json.loads(raw)
-    except (RecursionError, ValueError) as error:
+    except (RecursionError, ValueError) as error:  # a hostile peer can nest JSON too deeply for the parser
         raise MismatchError(f"handshake of rank {rank}: its description cannot be read ({error!r})") from error
     if not isinstance(about, dict):
         raise MismatchError(f"handshake of rank {rank}: its description is not an object of names and values")
@@ -59,7 +63,8 @@ def _read(rank: int, raw: bytes) -> Description:
 
 
 def compare_saved(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
-    """Refuse a saved state of another model or method. Versions may differ: the state's form is what counts."""
+    """Refuse a saved state of another model or method. The version may differ, as long as the state fits."""
+    # Neither the version nor the policy for refused messages changes the meaning of a state.
     keys = [key for key in _differing([saved, here]) if key not in ("overtone", "wire", "refused")]
     differences = [
         f"{key}: {saved.get(key, 'absent')} in the saved state, {here.get(key, 'absent')} here" for key in keys

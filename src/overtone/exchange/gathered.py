@@ -1,4 +1,4 @@
-"""Messages gathered one by one: each is complete, checked and decoded by every replica in the same order."""
+"""The pattern of an all-gather: every replica checks and decodes the complete messages of all, in the same order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from overtone.transport import Exchange, Gather
 
 
 class Gathered:
-    """The pattern. Its messages need no state from round to round."""
+    """The pattern of an all-gather. It keeps no state from round to round."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -30,12 +30,14 @@ class Gathered:
     def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
         context = self.context
         if mine.header.kind in WITH_PAYLOAD:
+            # The order on the wire: flags, buffers, slabs. docs/wire.md specifies it.
             flags = context.pack_flags(mine.present) if context.flags else b""
             body = b"".join([flags, bytes_of(mine.buffers), *map(bytes_of, mine.blocks)])
         else:
             body = mine.reason()
         gathered = yield Gather(seal_message(mine.header, body, context.seal), most=self._most)
         begin = time.perf_counter()
+        # A message that cannot be read is no error yet: all ranks first agree on the messages that count.
         inbox = Inbox(peers)
         for rank, raw in zip(peers, gathered, strict=True):
             try:
@@ -50,10 +52,10 @@ class Gathered:
         return _Messages(headers, left_out, seconds, counted, readers, context, mine.codec, len(peers))
 
     def open(self, raw: bytes, expected: Expected, rank: int, mine: Contribution) -> Message:
-        """A message that will decode: its whole body is parsed once to validate it, and the result is discarded.
+        """Open a message and make sure that it will decode. Its whole body is parsed once, and the result is discarded.
 
-        A message of another kind than this replica's own (a drain, a round) has another codec. It will not be decoded:
-        the kinds are compared later. This replica's own message needs no check.
+        A message of another kind than this replica's own (a drain, a round) has another codec. It will not be decoded,
+        because the kinds are compared later. This replica's own message needs no check.
         """
         message = unseal_message(raw, expected, rank, self.context.seal)
         kind = message.header.kind
@@ -68,13 +70,16 @@ class Gathered:
 
 
 def bytes_of(block: Block) -> bytes:
-    """A block as part of a message. Numbers that could be summed can be gathered as well, in fp32."""
+    """A block as part of a message. Numbers that could be summed are gathered in fp32."""
     return block.packed if block.numbers is None else tensor_bytes(block.numbers)
 
 
 @dataclass
 class _Messages(Received):
-    """Everybody's message by itself. ``members`` is how many take part in the round, counted or left out."""
+    """The messages that count. ``members`` is the number of replicas in the round, including those left out.
+
+    Each reader moves through its message, so flags, buffers and slabs must be read in the order of the message.
+    """
 
     headers: list[Header]
     left_out: dict[int, str]
@@ -98,5 +103,6 @@ class _Messages(Received):
 
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
         decoded = (self.codec.decode(reader, slab, self.context.kernels) for reader in self.readers)
-        # A rank that was left out still owes its payload. It counts when it is sent again, over as many members.
+        # Divided by all members: a rank that was left out still owes its payload. It sends the payload again later, and
+        # the payload then counts with the same weight.
         return mean(decoded, self.members, out, over_senders=over_senders)

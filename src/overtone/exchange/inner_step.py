@@ -1,4 +1,4 @@
-"""The inner optimiser's step with what may surround it: clipping, a `GradScaler`, a closure."""
+"""The step of the inner optimizer, with clipping, a `GradScaler` or a closure around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Closure = Callable[[], float]
 
 @dataclass(frozen=True)
 class InnerStep:
-    """How to take one inner step; may have to wait until a round has replaced the gradients."""
+    """One inner step and its options. Some methods take it only after a round has replaced the gradients."""
 
     inner: torch.optim.Optimizer
     parameters: Sequence[nn.Parameter]
@@ -35,11 +35,11 @@ class InnerStep:
 
     @property
     def scale(self) -> float:
-        """The loss scale that gradients carry now."""
+        """The loss scale by which the present gradients are multiplied."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def must_wait(self, method: str) -> None:
-        """Refuse what cannot work when the gradients are exchanged first."""
+        """Refuse options that cannot work when the gradients are exchanged before the inner step."""
         if self.closure is not None:
             raise ModelError(f"closure: {method} exchanges gradients before the inner step; a closure would undo that")
         if self.scaler is not None and _is_unscaled(self.scaler, self.inner):
@@ -50,22 +50,25 @@ class InnerStep:
 
     @property
     def may_overflow(self) -> bool:
-        """Under a `GradScaler` an overflow is business as usual: the step is skipped."""
+        """True under a `GradScaler`: it expects overflows, and skips the step after one."""
         return self.scaler is not None and self.scaler.is_enabled()
 
     def skip(self) -> None:
-        """Somebody's gradient overflowed, so nobody steps. This scaler shall find an infinity too: all scale alike."""
+        """Skip the step on this rank too, because the gradient of some rank overflowed."""
         if not self.may_overflow:
             return
+        # An infinity for this rank's scaler to find: it then lowers its scale, and all ranks keep the same scale.
         some = next(p for group in self.inner.param_groups for p in group["params"] if p.numel())
         some.grad = torch.full_like(some, math.inf)
         self.take()
 
     def take(self) -> None:
+        """Take the step."""
         if self.closure is not None:
             self.inner.step(self.closure)
             return
         if self.clip is not None:
+            # A norm means nothing under a loss scale. `unscale_` fails if the user has called it already.
             if self.scaler is not None and not _is_unscaled(self.scaler, self.inner):
                 self.scaler.unscale_(self.inner)
             nn.utils.clip_grad_norm_(self.parameters, self.clip)
@@ -82,6 +85,6 @@ def _above_zero(value: object) -> bool:
 def _is_unscaled(scaler: torch.amp.GradScaler, inner: torch.optim.Optimizer) -> bool:
     if not scaler.is_enabled():
         return False
-    # No public way to ask; every torch since 1.6 keeps the answer here.
+    # There is no public way to ask. Every torch since 1.6 keeps the answer here.
     stage = scaler._per_optimizer_states[id(inner)]["stage"]
     return bool(getattr(stage, "name", "") == "UNSCALED")

@@ -1,13 +1,12 @@
 """The message: one per replica and round, for all tensors together. docs/wire.md specifies it byte by byte.
 
     header   magic · version · kind · sender · round · steps · length · run · schema · anchor · counters
-    body     buffers that changed, then the codec's payload; of a failure, the reason in words
+    body     buffers that changed, then the codec's payload; in a failure message, the reason in words
     seal     CRC-32 of header and body, or their HMAC if the run has a key
 
-The run is drawn anew whenever replicas meet; the schema fingerprint covers names, shapes, method numbers and codec; the
-anchor fingerprint is that of the sender's anchor *before* this round, so replicas that drifted apart find out in the
-very next message. A message that is cut, flipped, from another round, run or peer is refused before anything is
-decoded.
+The run id is new after every handshake. The schema fingerprint covers names, shapes, method numbers and codec. The
+anchor fingerprint is that of the sender's anchor *before* this round, so the next message shows if replicas have
+drifted apart. A message that is cut, damaged, or from another round, run or peer is refused before it is decoded.
 """
 
 from __future__ import annotations
@@ -25,25 +24,29 @@ from overtone.errors import MethodError, WireError, printable
 MAGIC = b"OVTN"
 VERSION = 3
 MOST_REPLICAS = 1 << 16  # a sender's rank has two bytes
-KEYED = 0x80  # bit of the kind's byte that says: sealed by HMAC
+KEYED = 0x80  # this bit of the kind's byte means that the message is sealed by HMAC
 _HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
 HEADER_BYTES = _HEADER.size
-NOBODY = bytes(8)  # a fingerprint of nothing: where a field of the header has nothing to tell
+NOBODY = bytes(8)  # the value of a fingerprint field that is not used
 
 
 class Kind(IntEnum):
+    """The kinds of messages. The numbers are part of the wire format."""
+
     ROUND = 0
-    DRAIN = 1  # a last message that empties the residuals
-    FAILURE = 2  # the sender could not propose; the body says why
-    ABSTAIN = 3  # the sender's gradient overflowed under a GradScaler: everybody skips this step
-    FINISH = 4  # the sender has nothing more to say; the anchor's fingerprint is the last one
-    DISPUTE = 5  # the sender could not read a message, or not the same as others; the body says which
-    GREETING = 6  # before the first round
-    CONTROL = 7  # what the replicas of a run tell each other besides the rounds; the round is a counter of its own
+    DRAIN = 1  # one of the last messages, which empty the residuals
+    FAILURE = 2  # the sender could not take part; the body says why
+    ABSTAIN = 3  # the sender's gradient overflowed under a GradScaler: all replicas skip this step
+    FINISH = 4  # the sender has no more payload; the header has the last fingerprint
+    DISPUTE = 5  # the ranks have not read the same messages; the body says how the sender read each
+    GREETING = 6  # the handshake before the first round
+    CONTROL = 7  # the other messages of a run, besides the rounds; its `round` is a counter of its own
 
 
 @dataclass(frozen=True)
 class Header:
+    """The fields of a message's header, except its length."""
+
     kind: Kind
     sender: int
     round: int
@@ -54,6 +57,7 @@ class Header:
     counters: bytes  # 8 bytes: fingerprint of the integer buffers
 
     def pack(self, length: int, seal: Seal) -> bytes:
+        """The header of a message with a body of ``length`` bytes."""
         kind = self.kind | (KEYED if seal.key else 0)
         numbers = (MAGIC, VERSION, kind, self.sender, self.round, self.steps, length)
         return _HEADER.pack(*numbers, self.run, self.schema, self.anchor, self.counters)
@@ -61,13 +65,13 @@ class Header:
 
 @dataclass(frozen=True)
 class Seal:
-    """How messages are sealed: by a plain checksum against accidents, by a key against forgery as well."""
+    """How messages are sealed: by a checksum against accidents, or with a key by an HMAC, against forgery as well."""
 
     key: bytes = field(default=b"", repr=False)
 
     @classmethod
     def with_key(cls, key: str | bytes | None) -> Seal:
-        """The key given, or else the environment's ``OVERTONE_KEY``, or none."""
+        """A seal with this key. None stands for the environment variable ``OVERTONE_KEY``, or no key if it is unset."""
         if key is None:
             return cls(os.fsencode(os.environ.get("OVERTONE_KEY", "")))
         if not isinstance(key, str | bytes) or not key:
@@ -77,9 +81,11 @@ class Seal:
 
     @property
     def size(self) -> int:
+        """The number of bytes of a seal."""
         return 16 if self.key else 4
 
     def of(self, *parts: bytes) -> bytes:
+        """The seal of these parts, taken as one sequence of bytes."""
         if self.key:
             mac = hmac.new(self.key, digestmod=hashlib.sha256)
             for part in parts:
@@ -93,7 +99,7 @@ class Seal:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a receiver knows before it opens a message."""
+    """The header fields that a receiver knows before it opens a message."""
 
     round: int
     run: bytes
@@ -102,14 +108,14 @@ class Expected:
 
 @dataclass(frozen=True)
 class Message:
-    """An opened message."""
+    """An opened and verified message."""
 
     header: Header
     body: bytes
     seal: bytes
 
     def text(self) -> str:
-        """The body of a message that gives a reason."""
+        """The body as text, for a message that gives a reason."""
         return printable(self.body.decode(errors="replace"))
 
 
@@ -120,8 +126,10 @@ def seal_message(header: Header, body: bytes, seal: Seal) -> bytes:
 
 
 def unseal_message(message: bytes, expected: Expected, sender: int, seal: Seal) -> Message:
-    """The message taken apart, verified. Bytes after the seal are padding that a transport may add; they must be
-    zero."""
+    """Verify a message and split it into its parts.
+
+    Bytes after the seal are padding that a transport may add. They must be zero.
+    """
     if len(message) < HEADER_BYTES:
         raise WireError(f"message: {len(message)} bytes, shorter than the header's {HEADER_BYTES}; it was cut")
     header, length = _parse(message[:HEADER_BYTES], seal)
@@ -130,11 +138,13 @@ def unseal_message(message: bytes, expected: Expected, sender: int, seal: Seal) 
     if length > room:
         raise WireError(f"length: {length} bytes announced, {max(0, room)} came; the message was cut")
     body, mark, rest = message[HEADER_BYTES:end], message[end : end + seal.size], message[end + seal.size :]
+    # The seal does not cover the padding, so anything but zeros there would pass unnoticed.
     if rest.count(0) != len(rest):
         raise WireError(f"length: {length} bytes announced, more came")
     if not hmac.compare_digest(seal.of(message[:HEADER_BYTES], body), mark):
         why = "forged, of another key or damaged" if seal.key else "damaged on the way"
         raise WireError(f"{'HMAC' if seal.key else 'checksum'}: does not match the message; it was {why}")
+    # Only now: the fields of a damaged message would give a misleading reason.
     _check(header, expected, sender)
     return Message(header, body, mark)
 

@@ -1,4 +1,4 @@
-"""Which models and optimizers cannot be exchanged, and why: asked once, when a replica is built."""
+"""Checks for models and optimizers that cannot be exchanged. They run once, when a replica is built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from overtone.errors import ModelError
 
-# By name, since only transports may import torch.distributed. What each does behind a replica's back:
+# The classes are given by name, because only transports may import torch.distributed. The texts say what each class
+# does without the replica's knowledge.
 WRAPPERS = {
     "DistributedDataParallel": "averages every gradient by itself, uncounted",
     "FullyShardedDataParallel": "holds a shard of the weights on each rank",
@@ -23,7 +24,7 @@ SHARDED_TENSOR = "DTensor"
 
 
 def unfit(tensor: Tensor) -> str:
-    """Why a tensor's values cannot be read or written, if they cannot."""
+    """Why a tensor's values cannot be read or written. Empty if they can."""
     if nn.parameter.is_lazy(tensor):
         return "has no shape yet; run a batch through the model before building the Replica"
     if tensor.is_meta:
@@ -36,7 +37,11 @@ def unfit(tensor: Tensor) -> str:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Two indices may lead to one place. Exact for whatever views, transpositions and slices make of a tensor."""
+    """True if two indices may lead to one place in memory.
+
+    The answer is exact for every tensor that views, transpositions and slices can make.
+    """
+    # From the smallest stride up: an axis is safe if its stride is beyond the reach of all smaller ones together.
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -47,6 +52,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def refuse_other_things(model: object, inner: object) -> None:
+    """Refuse a model that is no module, or an optimizer that is none."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"model={model!r}: give the torch.nn.Module to train")
     if not hasattr(inner, "param_groups") or not callable(getattr(inner, "step", None)):
@@ -54,7 +60,10 @@ def refuse_other_things(model: object, inner: object) -> None:
 
 
 def refuse_wrappers(model: nn.Module, inner: torch.optim.Optimizer) -> None:
-    """What spreads a model over ranks by itself: replicas would average shards, or what was averaged before."""
+    """Refuse classes that spread a model over ranks themselves.
+
+    Replicas would average shards of different weights, or average gradients a second time.
+    """
     for name, module in model.named_modules():
         for wrapper in _torch_classes(module) & WRAPPERS.keys():
             where = f"module {name}" if name else "it"
@@ -74,12 +83,16 @@ def refuse_wrappers(model: nn.Module, inner: torch.optim.Optimizer) -> None:
 
 
 def _torch_classes(thing: object) -> set[str]:
-    """The names of torch's own classes that a thing is of."""
+    """The names of torch's own classes among the classes of an object."""
+    # A user's own class of the same name is no reason to refuse.
     return {kind.__name__ for kind in type(thing).__mro__ if kind.__module__.startswith("torch.")}
 
 
 def refuse_aliases(named: Mapping[str, nn.Parameter]) -> None:
-    """Two parameters with one memory: their drift would count twice. (Tied ones are one parameter, and fine.)"""
+    """Refuse two parameters that share one memory: their drift would count twice.
+
+    Tied parameters are one parameter, and are allowed.
+    """
     places: dict[tuple[torch.device, int], str] = {}
     for name, p in named.items():
         if p.numel() and (other := places.setdefault((p.device, p.data_ptr()), name)) != name:

@@ -1,4 +1,4 @@
-"""Which parameters of a model are exchanged, under which names, and what makes a model unfit for it, now or later."""
+"""The parameters of a model: which are exchanged, under which names, and whether they still can be exchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ADVICE = "lower the learning rate or clip the gradient, and go on from a checkpo
 
 
 class Parameters:
-    """A model's parameters by name, tied ones once. Those that require a gradient now are exchanged."""
+    """A model's parameters by name. Tied parameters appear once.
+
+    The parameters that require a gradient at this moment are exchanged.
+    """
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer) -> None:
         refuse_other_things(model, inner)
@@ -36,11 +39,14 @@ class Parameters:
         self._refuse_foreign()
 
     def _refuse_unfit_for_exchange(self) -> None:
-        """Frozen parameters may be of any type: they are broadcast once, as bytes, and never exchanged."""
+        """Refuse a model without trainable values, or with trainable parameters of a type that cannot be averaged.
+
+        Frozen parameters may be of any type: they are broadcast once, as bytes, and never exchanged.
+        """
         if not self.trainable:
             raise ModelError("model: no parameter requires a gradient, so there is nothing to train or exchange")
         for name, p in self.trainable.items():
-            if not p.is_floating_point() or p.element_size() == 1:  # nothing adds up in eight bits
+            if not p.is_floating_point() or p.element_size() == 1:  # eight bits are too few for sums
                 raise ModelError(
                     f"parameter {name}: is {p.dtype}; only real floating-point numbers can be exchanged, of 16 bits or "
                     "more: convert it, or freeze it"
@@ -65,17 +71,20 @@ class Parameters:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The exchanged parameters, detached: to read and to write."""
+        """The exchanged parameters, detached, for reading and writing."""
         return [p.detach() for p in self.exchanged]
 
     @property
     def frozen(self) -> list[Tensor]:
-        """Those that are not exchanged."""
+        """The parameters that are not exchanged, detached."""
         return [p.detach() for name, p in self.all.items() if name not in self.trainable]
 
     def changed(self) -> str:
-        """A complaint about parameters that are not those of the start: others would train unheard, and what is heard
-        would go where nobody looks."""
+        """How the parameters differ from those at the start, as an error text. Empty if they do not.
+
+        New parameters would train without being exchanged, and the answers of a round would go into old parameters that
+        the model does not use any more.
+        """
         if self.replaced:
             return "model or inner was replaced by another after the Replica was built; build a new Replica"
         changed = _changed(self.all, _named(self._model))
@@ -95,16 +104,19 @@ class Parameters:
         return ""
 
     def not_finite(self, sources: Sources, what: str, step: int, replicas: int) -> str:
-        """Why the signal cannot be sent, if it has infinities or would overflow on the way: the parameter, and what to
-        do about it. ``sources`` are those of `Signal`; ``what`` is its name. Norms that are small enough tell in one
-        fast pass that all is well."""
+        """Why the signal cannot be sent: it is not finite, or the sum over all replicas could overflow. Else empty.
+
+        The text names the parameter and a way out. ``sources`` are those of `Signal`; ``what`` is the signal's name.
+        """
+        # The fast test, in one pass: if all norms are small enough, the signal is finite.
         plus, minus = sources.plus, sources.minus
         norms = [_norm32(tensor).to(plus[0].device) for tensor in (plus if minus is None else minus)]
-        # A drift is the difference of two such tensors, and those of all replicas will be summed.
+        # A drift is the difference of two such tensors, and the drifts of all replicas will be summed.
         most = torch.finfo(torch.float32).max / (2 * replicas)
-        if bool((torch.stack(norms) <= most).all()):  # NaN is not
+        if bool((torch.stack(norms) <= most).all()):  # false if a norm is NaN
             return ""
         tensors = plus if minus is None else [a.float() - b.float() for a, b in zip(plus, minus, strict=True)]
+        # The exact test in fp64: large weights alone are no reason to refuse a small drift.
         squares = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors)
         if math.sqrt(squares) <= most:
             return ""
@@ -116,13 +128,16 @@ class Parameters:
         return f"the {what} is too large for a sum of {replicas} in fp32 at step {step}; {ADVICE}"
 
     def overflowing_sum(self, index: int | None, what: str, step: int) -> str:
-        """Of which parameter everybody's signal is finite and their sum is not (None: of a buffer)."""
+        """The error text for a sum that is not finite, though the signals of all replicas are.
+
+        ``index`` is the parameter; None stands for a buffer.
+        """
         named = "" if index is None else list(self.trainable)[index]
         told = f"the {what}s of parameter {named}" if named else "the changes of a buffer"
         return f"{told} are finite on every rank, but their sum is not at step {step}; {ADVICE}"
 
     def overflow(self, index: int, step: int) -> str:
-        """Which parameter's residual outgrew fp32, and what to do about it."""
+        """The error text for a parameter whose residual has become too large for fp32."""
         name = list(self.trainable)[index]
         return f"the residual of parameter {name} is not finite any more at step {step}; {ADVICE}"
 
@@ -132,13 +147,15 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _held(inner: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
-    """An optimizer's parameters by identity; kept, so that no other can get the same one."""
+    """An optimizer's parameters by their `id`. The parameters are kept too, so that Python cannot reuse an `id`."""
     return {id(p): p for group in inner.param_groups for p in group["params"]}
 
 
 def _changed(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> str:
-    """Which parameter is another object than before. New names alone make no other parameters; the same names in other
-    places do."""
+    """Which parameter was replaced, added, removed or swapped, as an error text. Empty if there is none.
+
+    The same parameters under new names are accepted. The same parameters with exchanged names are not.
+    """
     if before.keys() == now.keys():
         swapped = next((name for name, p in now.items() if p is not before[name]), "")
         if swapped and {id(p) for p in now.values()} == {id(p) for p in before.values()}:
@@ -159,11 +176,11 @@ def _changed(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]
 
 
 def _norm32(tensor: Tensor) -> Tensor:
-    narrow = tensor.element_size() < 4  # in their own type the norms of ordinary tensors overflow
+    narrow = tensor.element_size() < 4  # in a 16-bit type, the norm of an ordinary tensor can overflow
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if narrow else None)
     return norm.to(torch.float32)
 
 
 def plain_name(name: str) -> str:
-    """The name without what `torch.compile` puts before it, so that compiled and plain replicas can meet."""
+    """The name without the prefix of `torch.compile`, so that compiled and plain models have the same names."""
     return name.replace("_orig_mod.", "")

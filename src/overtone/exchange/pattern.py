@@ -1,5 +1,8 @@
-"""What the patterns of a round have in common. A pattern says how the messages of one round meet: gathered one by one
-(gathered.py), or summed on the way (summed.py)."""
+"""The common parts of the patterns of a round.
+
+A pattern is the way in which the payloads of one round are combined: by an all-gather of all messages (gathered.py), or
+by an all-reduce, in which the network sums them (summed.py).
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,14 @@ POLICIES = ("raise", "leave out")  # for a rank whose message is refused
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a replica sends in one round: a block for each slab and its buffers, or a reason why there are none."""
+    """The data that a replica sends in one round: its buffers and a block for each slab, or a reason for neither."""
 
     header: Header
     codec: Codec
     blocks: Sequence[Block] = ()
     buffers: Block = field(default_factory=Block)
-    present: Sequence[bool] = ()  # which parameters have a signal, where that must be sent
-    why: str = ""
+    present: Sequence[bool] = ()  # for each parameter: it has a signal; empty if that need not be sent
+    why: str = ""  # the reason, if there are no blocks
 
     def reason(self) -> bytes:
         """The reason as the body of a message."""
@@ -44,44 +47,49 @@ class Contribution:
 
 
 class Received(ABC):
-    """What counts in this round, the same on every replica."""
+    """The messages that count in this round. They are the same on every replica."""
 
     headers: list[Header]  # of the messages that count, in rank order
     left_out: dict[int, str]  # by rank: why its message does not count
-    seconds: float  # spent on opening and checking
-    not_finite: int | None  # where in a sum the first value is that is not finite
+    seconds: float  # spent on opening and checking the messages
+    not_finite: int | None  # the position in the sum of the first value that is not finite
 
     @abstractmethod
     def reason(self, rank: int) -> str:
-        """What a rank sent instead of a payload."""
+        """The reason that a rank sent instead of a payload."""
 
     @abstractmethod
     def present(self) -> list[bool]:
-        """Which parameters had a signal on any replica. To be asked first."""
+        """For each parameter: it had a signal on at least one replica. Call this first."""
 
     @abstractmethod
     def buffers(self) -> list[Tensor]:
-        """The mean of the floating buffers. To be asked before `mean`."""
+        """The mean of the floating buffers. Call this before `mean`."""
 
     @abstractmethod
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
-        """The mean of all payloads for one slab; slabs come in the layout's order."""
+        """The mean of all payloads for one slab. Call this for the slabs in the order of the layout."""
 
 
 class Pattern(Protocol):
-    """One way for the messages of a round to meet. ``state`` is what it remembers from round to round; it is saved with
-    the state of the rule."""
+    """One way to combine the payloads of a round.
+
+    ``state`` is kept from round to round, and is saved with the state of the rule.
+    """
 
     state: State
 
     def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
-        """Everybody's contribution. Ends the same on every replica: with what counts, or with an error."""
+        """Exchange the contributions of all replicas.
+
+        It ends in the same way on every replica: with the same messages, or with an error.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a pattern knows of its replica."""
+    """The parts of a replica that a pattern uses."""
 
     layout: Layout
     kernels: Kernels
@@ -89,28 +97,31 @@ class Context:
     seal: Seal
     device: torch.device
     refused: str = "raise"
-    flags: int = 0  # parameters of which a message tells whether they have a signal
+    flags: int = 0  # the number of parameters for which a message has a flag: it has a signal
 
     def __post_init__(self) -> None:
         if self.refused not in POLICIES:
             raise MethodError(f"refused={self.refused!r}: choose one of {', '.join(map(repr, POLICIES))}")
 
     def longest_message(self) -> int:
-        """Bytes that no message of a round exceeds, whatever it says: twice the values in fp32, and some more."""
+        """An upper bound for the bytes of a message of a round: twice the values in fp32, and a reserve.
+
+        It limits the memory that a wrong or hostile length can make a receiver reserve.
+        """
         numbers = self.layout.size + sum(shared.numel() for shared in self.buffers.shared)
         return 8 * numbers + field_bytes(self.flags, 1) + 64 * len(self.layout.slabs) + MOST_TEXT
 
     def pack_flags(self, present: Sequence[bool]) -> bytes:
-        """One bit for each of those parameters."""
+        """One bit for each parameter that has a flag."""
         return tensor_bytes(pack_flags(torch.tensor(present, dtype=torch.bool))) if present else b""
 
     def unpack_flags(self, reader: Reader) -> Tensor:
-        """The bits that come next, as (flags,) bool."""
+        """Read the next flags, as (flags,) bool."""
         packed = reader.tensor(field_bytes(self.flags, 1), torch.uint8, "flags of parameters with a signal")
         return unpack_flags(packed, self.flags)
 
 
 def any_of(flags: Sequence[Tensor]) -> list[bool]:
-    """Which flags are set in any of the lists."""
+    """For each flag: it is set in at least one of the lists."""
     found: list[bool] = torch.stack(list(flags)).any(0).tolist()
     return found

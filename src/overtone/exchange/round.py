@@ -1,11 +1,12 @@
-"""One round, in two halves. `start` measures and encodes, `finish` moves the weights; a transport carries what is
-between them.
+"""One round, in two halves. `start` measures and encodes the signal. A transport then carries the exchange. `finish`
+updates the weights.
 
     start    signal → rule.accumulate → codec.encode → rule.sent, slab by slab          → Pending
-    exchange pattern: everybody's message, read alike by all → verify → commit
+    exchange pattern: the messages of all, read alike by all → verify → commit
     finish   mean of all payloads → rule.absorb → weights, slab by slab                 → Round
 
-Local steps may lie between the halves. The weights then move by a shift, so that these steps are not overwritten.
+Local steps may be taken between the halves. The weights then change by a shift, so that these steps are not
+overwritten.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from overtone.transport import Commit, Exchange, Transport, counted
 
 
 class MeanOf(Protocol):
-    """The mean of all payloads for one slab, into a scratch tensor."""
+    """A function that computes the mean of all payloads for one slab. It may use ``out`` as scratch."""
 
     def __call__(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor: ...
 
@@ -56,11 +57,11 @@ class Pending:
     inner_step: InnerStep
     sources: Sources
     steps: int  # local steps so far, at the start
-    norms: Tensor  # of the signal, slab by slab
+    norms: Tensor  # the norm of the signal in each slab
     seconds_encoding: float
-    count: Count = field(default_factory=Count)  # what the exchange cost
+    count: Count = field(default_factory=Count)  # the cost of the exchange
     exchange: Exchange[None] = field(init=False)
-    received: Received | None = None  # once the exchange is over
+    received: Received | None = None  # set at the end of the exchange
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,18 @@ class SlabWork:
     codec: Codec
 
     def encode(self, state: State, sources: Sources, *, scale: float = 1.0) -> tuple[list[Block], Tensor]:
-        """Signal → rule → codec → blocks; and the norm of each slab's signal."""
+        """Signal → rule → codec → blocks. Returns the blocks, and the norm of the signal in each slab."""
         layout = self.layout
         plus = layout.matrices(sources.plus)
         minus = None if sources.minus is None else layout.matrices(sources.minus)
         blocks, norms = [], []
         for slab in layout.slabs:
             signal = replace(layout.read_slab(slab, plus, minus, self.device), scale=scale)
-            norms.append(torch.linalg.vector_norm(signal.values) / scale)  # the transform does not change it
+            # Taken before the transform, which is orthonormal and does not change a norm.
+            norms.append(torch.linalg.vector_norm(signal.values) / scale)
             here = {name: part_of(vector, slab) for name, vector in state.items()}
             block, decoded = self.codec.encode(self.rule.accumulate(here, signal), slab, self.kernels)
+            # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is refused.
             self.rule.sent(here, decoded)
             blocks.append(block)
         return blocks, torch.stack(norms)
@@ -97,12 +100,17 @@ class SlabWork:
             here = {name: part_of(vector, slab) for name, vector in state.items()}
             layout.write_slab(slab, self.rule.absorb(here, mean), matrices)
         for matrix, target in zip(matrices, targets, strict=True):
+            # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.
             if matrix.data_ptr() != target.data_ptr():
                 target.copy_(matrix.view(target.shape))
 
     def withdraw(self, state: State, blocks: Sequence[Block]) -> bool:
-        """No receiver counted the blocks, so they are owed again. True if their signal stays in the state."""
+        """Put the blocks back into the residual, because no receiver counted them.
+
+        Returns True if their signal stays in the state.
+        """
         kept = False
+        # Not strict: a replica that could not encode has no blocks.
         for slab, block in zip(self.layout.slabs, blocks, strict=False):
             here = {name: part_of(vector, slab) for name, vector in state.items()}
             kept |= self.rule.withdraw(here, self.codec.decode_own(block, slab, self.kernels))
@@ -110,7 +118,7 @@ class SlabWork:
 
 
 class Exchanger:
-    """One replica's rounds: what it sends, what it remembers, and how it moves the weights."""
+    """Runs one replica's rounds: sends its contributions, keeps its exchange state and updates its weights."""
 
     def __init__(
         self,
@@ -141,11 +149,11 @@ class Exchanger:
     # -- first half ------------------------------------------------------------------------------------------------
 
     def start(self, inner_step: InnerStep, method: Method | None = None, *, overlapped: bool = False) -> Pending:
-        """Measure the signal and encode it. ``method`` is another row than the replica's own for draining messages.
+        """Measure the signal and encode it. ``method`` replaces the replica's own method in draining messages.
         ``overlapped``: local steps may follow before the round is finished.
 
-        A replica that cannot take part, such as one whose signal is not finite, starts the round all the same: it tells
-        the others, which would otherwise block. The round is then refused on every rank.
+        A replica that cannot take part, for example because its signal is not finite, still starts the round. It tells
+        its peers, which would otherwise block. The round is then refused on every rank.
         """
         begin = time.perf_counter()
         row = method or self.method
@@ -153,9 +161,10 @@ class Exchanger:
             raise StateError("start: a round is under way already; finish it first")
         header = self.header(Kind.ROUND if method is None else Kind.DRAIN)
         sources = self.signal.measure(overlapped=overlapped)
-        # Why this replica cannot take part, if so; and whether that is a failure.
+        # `why` is the reason if this replica cannot take part. An overflow under a GradScaler is no failure.
         why = self.state.broken or self.parameters.changed()
         peers, steps = len(self.transport.peers), self.state.steps
+        # Skipped if there is a reason already: the shapes of changed parameters may not match.
         overflow = "" if why else self.parameters.not_finite(sources, self._signal_name, steps, peers)
         if why := why or self.buffers.changed():
             header = replace(header, kind=Kind.FAILURE)
@@ -171,8 +180,8 @@ class Exchanger:
                 blocks, norms = work.encode(self.state.tensors, sources, scale=self._loss_scale(inner_step))
                 mine = Contribution(header, row.codec, blocks, buffers, sources.present)
             except NotFiniteError as error:
-                # The signal is finite, but its sum with the residual is not. Part of the state has moved, and all of it
-                # is lost anyway.
+                # The signal is finite, but its sum with the residual is not. Some slabs of the state have changed
+                # already. They need no repair: with such a residual no further round is possible.
                 why = self.state.broken = self.parameters.overflow(error.tensor, steps)
                 mine = Contribution(replace(header, kind=Kind.FAILURE), row.codec, why=why)
         seconds = time.perf_counter() - begin
@@ -183,7 +192,7 @@ class Exchanger:
 
     def header(self, kind: Kind) -> Header:
         """The header of this replica's next message."""
-        # Taken anew each time: a message must tell of the anchor as it is, not as it was after the last round.
+        # Computed for each message: it must describe the present anchor, not the anchor after the last round.
         anchor, state = self.fingerprint() if self._consensus else NOBODY, self.state
         counters = self.buffers.counters_fingerprint() if self.buffers.counters else NOBODY
         return Header(kind, self.transport.rank, state.rounds, state.steps, state.run, self.schema, anchor, counters)
@@ -191,8 +200,10 @@ class Exchanger:
     # -- between the halves ----------------------------------------------------------------------------------------
 
     def _exchange(self, pending: Pending) -> Exchange[None]:
-        """Everybody's contribution, verified alike on every replica. No weight moves. If the round is refused, the
-        payload is owed again."""
+        """Exchange the contributions, and verify them in the same way on every replica. No weight changes.
+
+        If the round is refused, the payload goes back into the residual.
+        """
         try:
             received = yield from self.carry(pending.contribution)
             anchors = {header.sender: header.anchor for header in received.headers}
@@ -202,14 +213,17 @@ class Exchanger:
             yield Commit(self.state.rounds)
         except OvertoneError:
             self.state.under_way = False
-            # A drift that the residual now holds must not be measured a second time.
+            # The residual now contains this drift, so the drift must not be measured a second time.
             if pending.work.withdraw(self.state.tensors, pending.contribution.blocks):
                 self.signal.restart(pending.sources)
             raise
         pending.received = received
 
     def carry(self, mine: Contribution) -> Exchange[Received]:
-        """Everybody's contribution; refused, on every rank alike, if a replica gave up or is elsewhere."""
+        """Exchange the contributions of all replicas.
+
+        It is refused on every rank if a replica could not take part or is at another step.
+        """
         index = self.state.rounds
         expected = Expected(index, self.state.run, self.schema)
         received = yield from self.pattern.exchange(mine, expected, self.transport.peers)
@@ -224,7 +238,7 @@ class Exchanger:
         return received
 
     def _overflowing_sum(self, place: int) -> GaveUpError:
-        """Everybody's payload is finite, and their sum is not."""
+        """The error for a sum that is not finite, though the payloads of all replicas are."""
         slab = next((slab for slab in self.layout.slabs if place < slab.offset + slab.size), None)  # None: a buffer
         tensor = None if slab is None else slab.tensor_of(0, place - slab.offset)
         told = self.parameters.overflowing_sum(tensor, self._signal_name, self.state.steps)
@@ -233,12 +247,13 @@ class Exchanger:
     # -- second half -----------------------------------------------------------------------------------------------
 
     def finish(self, pending: Pending) -> Round:
-        """Move the weights by what all replicas sent; the record of the round."""
+        """Update the weights with the mean of all payloads. Returns the record of the round."""
         received = pending.received
         if received is None:
             raise StateError("finish: the round's exchange is not over; carry it by run_exchange() first")
         begin = time.perf_counter()
         abstained = received.not_finite is not None or any(h.kind is Kind.ABSTAIN for h in received.headers)
+        # No receiver counted this replica's payload in either case.
         if abstained or self.transport.rank in received.left_out:
             pending.work.withdraw(self.state.tensors, pending.contribution.blocks)
         if not abstained:
@@ -251,7 +266,8 @@ class Exchanger:
         return self._record(pending, received, seconds)
 
     def _absorb(self, pending: Pending, received: Received) -> None:
-        """Mean → rule → weights, slab by slab; then the buffers. Everything was verified before."""
+        """Mean → rule → weights, slab by slab; then the buffers. The messages are verified already."""
+        # In the order of the message: flags, buffers, slabs.
         present = received.present() if self.signal.tells_presence else []
         buffers = received.buffers() if self.buffers.floats else []
         targets = pending.sources.targets
@@ -287,22 +303,22 @@ class Exchanger:
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def anchor_tensors(self) -> list[Tensor]:
-        """The anchor; or the weights, where they serve as one."""
+        """The anchor, or the weights if they serve as the anchor."""
         anchor = self.state.tensors.get("anchor")
         return self.parameters.tensors if anchor is None else [anchor]
 
     def fingerprint(self) -> bytes:
-        """Of the anchor as it is now."""
+        """The fingerprint of the present anchor."""
         return fingerprint.of_tensors(self.anchor_tensors(), self.kernels)
 
     def show(self, coeffs: Tensor) -> None:
-        """Weights with these coefficients into the model, as the start of a round."""
+        """Write the weights with these coefficients into the model, as the start of a round."""
         sources = self.signal.measure()
         self.layout.write(coeffs, sources.targets)
         self.signal.answer(sources)
 
     def _may_skip(self, inner_step: InnerStep) -> bool:
-        """An overflow is no failure: under a `GradScaler` everybody skips the step."""
+        """True if an overflow is no failure: under a `GradScaler`, all replicas then skip the step."""
         return inner_step.may_overflow and not self.signal.inner_first
 
     def _loss_scale(self, inner_step: InnerStep) -> float:
@@ -310,7 +326,7 @@ class Exchanger:
 
 
 def pattern_for(payload: Payload, context: Context) -> Pattern:
-    """How messages with such payloads meet."""
+    """The pattern for payloads of this kind."""
     if payload is Payload.BYTES:
         return Gathered(context)
     if context.refused != "raise":
@@ -322,4 +338,5 @@ def pattern_for(payload: Payload, context: Context) -> Pattern:
 
 def _norm(flat: Tensor) -> float:
     norm = float(torch.linalg.vector_norm(flat))
+    # Squares of large finite values overflow fp32. fp64 is slower, so it is used only then.
     return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(flat, dtype=torch.float64))

@@ -1,6 +1,6 @@
-"""Where a method's signal is measured, and where the answer goes: the gradient, the drift of the weights, or nothing.
+"""The signals that a method can measure and exchange: the gradient, the drift of the weights, or nothing.
 
-A signal is bound to one replica's parameters.
+A signal belongs to one replica's parameters. It knows where to measure, and where to write the answer of a round.
 """
 
 from __future__ import annotations
@@ -17,35 +17,40 @@ from overtone.errors import MethodError
 
 @dataclass(frozen=True)
 class Sources:
-    """Where a signal is measured, and where the answer goes: it is ``plus``, less ``minus`` if there is one."""
+    """The tensors from which a signal is measured, and the targets of the answer.
+
+    The signal is ``plus`` minus ``minus``, or ``plus`` alone if ``minus`` is None.
+    """
 
     plus: Sequence[Tensor]
     minus: Sequence[Tensor] | None = None
-    targets: Sequence[Tensor] = ()  # the rule's answer is written here, and handed to `Signal.answer`
-    present: Sequence[bool] = ()  # which parameters have a signal, to be sent to the others; empty if all always have
+    targets: Sequence[Tensor] = ()  # the rule's answer is written here; then `Signal.answer` is called
+    present: Sequence[bool] = ()  # for each parameter: it has a signal; empty if all parameters always have one
     measured_at: Sequence[Tensor] | None = None  # a copy of the weights, if local steps may follow before the answer
 
 
 class Tensors(Protocol):
-    """The tensors that are exchanged; `Parameters` are such."""
+    """The exchanged tensors. `Parameters` implements this."""
 
     exchanged: list[nn.Parameter]
 
     @property
-    def tensors(self) -> list[Tensor]: ...
+    def tensors(self) -> list[Tensor]:
+        """The same, detached, for reading and writing."""
+        ...
 
 
 class Signal(Protocol):
     """One replica's signal."""
 
     inner_first: bool  # the inner optimizer steps before the round, not after it
-    keeps_start: bool  # it remembers a copy of the weights
-    tells_presence: bool  # a parameter may have no signal, and the others must know
+    keeps_start: bool  # the signal keeps a copy of the weights
+    tells_presence: bool  # a parameter may have no signal, and messages tell the peers so
 
     def __init__(self, parameters: Tensors) -> None: ...
 
     def begin(self) -> None:
-        """The next drift is measured from the weights as they are now."""
+        """Measure the next drift from the present weights."""
         ...
 
     def measure(self, *, overlapped: bool = False) -> Sources:
@@ -53,24 +58,30 @@ class Signal(Protocol):
         ...
 
     def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
-        """The answer is in the targets. ``present`` says which parameters had a signal on any replica, ``scale`` is the
-        loss scale that gradients carry."""
+        """Use the answer, which is now in the targets.
+
+        ``present`` tells for each parameter if it had a signal on at least one replica. ``scale`` is the loss scale by
+        which gradients are multiplied.
+        """
         ...
 
     def restart(self, sources: Sources) -> None:
-        """The signal is in the rule's state, but no answer will come: measure on from where it was measured."""
+        """Measure the next drift from the point of the last measurement.
+
+        This is for a refused round: its signal is in the rule's state already, but no answer will come.
+        """
         ...
 
     def state(self) -> list[Tensor]:
-        """What must be saved to go on in the middle of a round."""
+        """The tensors that a checkpoint needs to continue between two rounds."""
         ...
 
 
 class Drift:
-    """Start of the round minus where the weights are now (the papers' pseudo-gradient, or outer gradient).
+    """The weights at the start of the round minus the weights now (in papers: pseudo-gradient, or outer gradient).
 
-    The start is kept in the weights' own type: measured against it, weights that did not move have no drift, also when
-    bf16 weights are a coarse image of an fp32 anchor.
+    The start is kept in the type of the weights. So weights that did not change have no drift, even if bf16 weights are
+    only a rounded copy of an fp32 anchor.
     """
 
     inner_first = True
@@ -88,6 +99,7 @@ class Drift:
         weights = self.parameters.tensors
         if not overlapped:
             return Sources(self.start, weights, weights)
+        # The answer must not go into the weights themselves: local steps change them meanwhile.
         answers = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
         return Sources(self.start, weights, answers, measured_at=[weight.clone() for weight in weights])
 
@@ -96,8 +108,8 @@ class Drift:
             for start, weight in zip(self.start, sources.targets, strict=True):
                 start.copy_(weight)
             return
-        # Local steps lie between: the weights move by a shift, so that these steps stay. The start moves by the same
-        # shift, so that they are the next drift.
+        # Local steps were taken since the measurement. The weights move by a shift, so that these steps are kept. The
+        # start moves by the same shift, so that these steps become the next drift.
         pairs = zip(sources.measured_at, sources.targets, strict=True)
         shifts = [answer.sub_(was) for was, answer in pairs]
         self.restart(sources)
@@ -116,7 +128,7 @@ class Drift:
 
 
 class Gradient:
-    """The gradient that backward left in the parameters; the answer replaces it, then the inner optimizer steps."""
+    """The gradient of the last backward pass. The answer replaces it, and then the inner optimizer steps."""
 
     inner_first = False
     keeps_start = False
@@ -139,8 +151,9 @@ class Gradient:
         for p, answer, somebody_had_one in zip(self.parameters.exchanged, sources.targets, present, strict=True):
             if scale != 1.0:
                 answer.mul_(scale)
-            # Unused on every replica: optimizers skip it, as they would without any exchange. A gradient of zeros is
-            # another thing: momentum and weight decay go on. (A rule may answer from what it remembers, too.)
+            # The parameter was unused on every replica: the optimizer shall skip it, as it would without any exchange.
+            # A gradient of zeros would not do: momentum and weight decay would still change the weights. But a rule
+            # with a momentum may have an answer even if no replica had a gradient.
             if not somebody_had_one and not bool(answer.any()):
                 p.grad = None
             elif answer is not p.grad:
@@ -186,7 +199,7 @@ def _dense_gradient(p: nn.Parameter) -> Tensor:
 
 
 def _place_for(p: nn.Parameter) -> Tensor:
-    """Where to put an answer: the gradient itself if it is dense and exact enough, else a new fp32 tensor."""
+    """The target of an answer: the gradient itself if it is dense and fp32, else a new fp32 tensor."""
     if p.grad is not None and p.grad.dtype == torch.float32 and not p.grad.is_sparse:
         return p.grad.detach() if p.grad.requires_grad else p.grad
     return torch.empty(p.shape, dtype=torch.float32, device=p.device)

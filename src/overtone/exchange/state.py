@@ -1,4 +1,4 @@
-"""What a replica remembers of the exchange, to go on from: all of it after a stop, or the shared part as a newcomer."""
+"""The exchange state of a replica. A restart continues from all of it, a newcomer from the shared part of a peer's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ COUNTS = ("steps", "rounds", "steps_at_round")
 
 @dataclass
 class ExchangeState:
-    """Everything that is exchanged and remembered. The handshake makes it, `save` and `restore` take it."""
+    """All that a replica keeps between rounds. The handshake makes it; `save` and `restore` write and read it."""
 
     run: bytes = NOBODY  # the id of this run; all replicas agree on it in the handshake
-    tensors: State = field(default_factory=dict)  # the rule's: anchor, momentum, residual, as flat coefficients
-    pattern: State = field(default_factory=dict)  # the pattern's own, if it has any
+    tensors: State = field(default_factory=dict)  # the rule's state: anchor, momentum, residual, as flat coefficients
+    pattern: State = field(default_factory=dict)  # the pattern's state, if it has any
     steps: int = 0  # local steps since the beginning
     rounds: int = 0
     steps_at_round: int = 0  # value of `steps` when the last round started
@@ -35,6 +35,7 @@ class ExchangeState:
     broken: str = ""  # why no further round is possible
 
     def counts(self) -> dict[str, int]:
+        """The counters of a saved state, by name."""
         return {name: getattr(self, name) for name in COUNTS}
 
 
@@ -63,14 +64,14 @@ def restore(
     buffers: Buffers,
     ledger: Ledger,
 ) -> None:
-    """Into ``state``, signal, buffers and ledger. Nothing is touched unless all of it fits."""
+    """Load a saved state into ``state``, signal, buffers and ledger. Nothing is changed unless all of it fits."""
     try:
         compare_saved(saved.get("about", {}), description)
         pairs = _pairs(state, saved, signal, buffers)
         counts = {name: int(saved["counts"][name]) for name in COUNTS}
         if not 0 <= counts["steps_at_round"] <= counts["steps"] or counts["rounds"] < 0:
             raise ValueError(f"counts {counts}")
-        Ledger().load_state_dict(saved["ledger"])  # a trial, on one that nobody needs
+        Ledger().load_state_dict(saved["ledger"])  # a trial on a spare ledger, which raises if the counts are damaged
         if unknown := set(saved["ledger"]) - set(ledger.counts):
             raise ValueError(f"phases {sorted(unknown)} of the ledger")
     except OvertoneError:
@@ -78,6 +79,7 @@ def restore(
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         why = shortened(error)
         raise StateError(f"saved state: incomplete or damaged ({why}); load one that state_dict() made") from error
+    # All checks have passed, and nothing was changed before this line.
     for mine, theirs in pairs:
         mine.copy_(theirs)
     for name, count in counts.items():
@@ -89,7 +91,7 @@ def restore(
 def _pairs(
     state: ExchangeState, saved: Mapping[str, Any], signal: Signal, buffers: Buffers
 ) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor to write into, with the saved one."""
+    """Pairs of a tensor to write into and the saved tensor for it, with their shapes compared."""
     pairs = [(tensor, saved["state"][name]) for name, tensor in state.tensors.items()]
     pairs += [(tensor, saved["pattern"][name]) for name, tensor in state.pattern.items()]
     pairs += zip(signal.state(), saved["signal"], strict=True)
@@ -102,23 +104,24 @@ def _pairs(
 
 @dataclass(frozen=True)
 class Shared:
-    """What a newcomer takes over from a peer."""
+    """The state that a newcomer takes over from a peer."""
 
     tensors: list[Tensor]
-    inner: dict[str, Any] | None  # the inner optimizer's state, where the weights serve as anchor and follow from it
+    # The inner optimizer's state, if the weights serve as the anchor: they stay equal only if it is equal too.
+    inner: dict[str, Any] | None
     counts: dict[str, int]
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return _bytes_of([self.tensors, self.inner or {}])
 
 
 def share(
     state: ExchangeState, names: Sequence[str], anchor: Sequence[Tensor], buffers: Buffers, inner: torch.optim.Optimizer
 ) -> Shared:
-    """The shared part of a replica: the anchor (or the weights, where they serve as one), the rule's shared vectors
-    (``names``), buffers, counts."""
+    """The shared part of a replica: anchor (or the weights if they serve as the anchor), the rule's shared vectors
+    (``names``), buffers and counts."""
     return Shared(
         tensors=shared_tensors(state, names, anchor, buffers),
         inner=None if "anchor" in state.tensors else inner.state_dict(),
@@ -134,12 +137,13 @@ def adopt(
     buffers: Buffers,
     inner: torch.optim.Optimizer,
 ) -> None:
-    """Go on from a peer's `share`. The residual is empty: a newcomer owes nothing."""
+    """Continue from a peer's `share`. The residual becomes empty: a newcomer owes nothing."""
     for vector in state.tensors.values():
         vector.zero_()
     for mine, theirs in zip(shared_tensors(state, names, anchor, buffers), shared.tensors, strict=True):
         mine.copy_(theirs)
     if shared.inner is not None:
+        # A copy: in the simulator, the state would otherwise share its tensors with the peer's optimizer.
         inner.load_state_dict(copy.deepcopy(shared.inner))
     buffers.put(buffers.shared)
     for name, count in shared.counts.items():
@@ -149,6 +153,7 @@ def adopt(
 def shared_tensors(
     state: ExchangeState, names: Sequence[str], anchor: Sequence[Tensor], buffers: Buffers
 ) -> list[Tensor]:
+    """The tensors of `share` and `adopt`, in one order for both."""
     also = [state.tensors[name] for name in names if name in state.tensors and name != "anchor"]
     return [*anchor, *also, *buffers.shared, *buffers.counter_tensors()]
 

@@ -1,10 +1,10 @@
-"""Payloads summed on the way: headers are gathered, then the network adds up one vector.
+"""The pattern of an all-reduce: headers are gathered, then the network sums one vector.
 
     vector = [ values | floating buffers | verdict ]          float32
 
-The verdict rides in the sum, so that a step of plain data parallelism waits for its peers twice and not three times.
-Hence the sum must not depend on what was read: a replica that has nothing to add, adds zeros. There is no sum only when
-every replica whose message could be read is finishing.
+The verdict is part of the sum, so that a step of plain data parallelism waits for its peers twice and not three times.
+So every replica must call the sum, whatever it has read: a replica that has no payload adds zeros. The sum is left out
+only if every replica whose message could be read is finishing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from overtone.transport import Exchange, Gather, Sum
 
 
 class Summed:
-    """The pattern. The vector of one round serves as memory for the next: fresh memory is slow."""
+    """The pattern of an all-reduce. The vector of one round is used again in the next, because new memory is slow."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -38,6 +38,7 @@ class Summed:
     def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
         seal = self.context.seal
         flags = self.context.pack_flags(mine.present or [False] * self.context.flags)
+        # A replica without a payload sends flags too, so that all messages have one length.
         gathered = yield Gather(seal_message(mine.header, flags, seal), equal=True)
         inbox = Inbox(peers)
         for rank, raw in zip(peers, gathered, strict=True):
@@ -46,6 +47,7 @@ class Summed:
             except WireError as error:
                 inbox.refused[rank] = str(error)
         headers = [message.header for message in inbox.messages.values()]
+        # The last messages have no payload, so they need no sum: the verdict is gathered instead.
         if all(header.kind is Kind.FINISH for header in (mine.header, *headers)):
             yield from agree(inbox, mine.header, expected, seal)
             return _Sum(headers, self.context)
@@ -55,7 +57,8 @@ class Summed:
             yield from dispute(inbox, mine.header, expected, seal)
         if any(header.kind is Kind.FAILURE for header in headers):
             return (yield from self._reasons(mine, expected, peers, headers))
-        # Divided by a tensor: on GPUs a Python number would be turned into a product with its reciprocal.
+        # The divisor is a tensor: on GPUs, torch turns the division by a Python number into a product with its
+        # reciprocal.
         mean = total[: -len(votes)].div_(torch.tensor(float(len(headers)), device=total.device))
         present = [self.context.unpack_flags(Reader(message.body)) for message in inbox.messages.values()]
         return _Sum(headers, self.context, mean, present, not_finite=_first_not_finite(mean))
@@ -67,7 +70,7 @@ class Summed:
         return message
 
     def _filled(self, parts: list[Tensor]) -> Tensor:
-        """All parts end to end, in the memory of the last round's."""
+        """All parts as one vector, in the memory of the last round's vector."""
         size = sum(part.numel() for part in parts)
         if self._vector.numel() != size:
             self._vector = torch.empty(size, device=self.context.device)
@@ -75,7 +78,7 @@ class Summed:
 
     def _numbers(self, mine: Contribution) -> list[Tensor]:
         device = self.context.device
-        if mine.header.kind not in WITH_PAYLOAD:
+        if mine.header.kind not in WITH_PAYLOAD:  # zeros: every rank must call the sum, with one length
             changes = sum(shared.numel() for shared in self.context.buffers.shared)
             return [torch.zeros(self.context.layout.size + changes, device=device)]
         blocks = [*mine.blocks, mine.buffers]
@@ -84,7 +87,7 @@ class Summed:
     def _reasons(
         self, mine: Contribution, expected: Expected, peers: Sequence[int], headers: list[Header]
     ) -> Exchange[Received]:
-        """A replica that failed sends its reason, in words."""
+        """A second all-gather, after a failure: the replicas that failed send their reasons, in words."""
         gathered = yield Gather(seal_message(mine.header, mine.reason(), self.context.seal), most=MOST_TEXT)
         reasons = open_all("message", gathered, peers, expected, self.context.seal, Message.text)
         return _Sum(headers, self.context, reasons=reasons)
@@ -92,7 +95,7 @@ class Summed:
 
 @dataclass
 class _Sum(Received):
-    """The mean of all payloads; or, if somebody had nothing to add, no mean but ``reasons``."""
+    """The mean of all payloads. If a replica failed, there are ``reasons`` and no mean."""
 
     headers: list[Header]
     context: Context
@@ -117,20 +120,23 @@ class _Sum(Received):
 
 
 def _votes(digest: bytes) -> Tensor:
-    """A verdict as numbers that can be added up without rounding: its half-bytes, then their squares."""
+    """A verdict as numbers that can be summed without rounding: its half-bytes, then their squares."""
     halves = torch.tensor([half for byte in digest for half in (byte >> 4, byte & 15)], dtype=torch.float32)
     return torch.cat([halves, halves.square()])
 
 
 def _unanimous(total: Tensor, voters: int) -> bool:
-    """All votes were equal: the sum of squares is the least it can be. Every rank reads that from the same totals."""
+    """True if all votes were equal: only then n · Σx² = (Σx)². Every rank computes this from the same totals."""
     sums, squares = total.double().chunk(2)
     return bool((squares * voters == sums.square()).all())
 
 
 def _first_not_finite(mean: Tensor) -> int | None:
-    """Where the first value is that is not finite. The sum of all tells in one pass that there is none; finite values
-    may have an infinite sum, so then each is looked at."""
+    """The position of the first value that is not finite, or None.
+
+    A finite sum shows in one fast pass that all values are finite. Finite values may have an infinite sum, so then each
+    value is tested.
+    """
     if bool(torch.isfinite(mean.sum())):
         return None
     bad = (~torch.isfinite(mean)).nonzero()

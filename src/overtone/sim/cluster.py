@@ -1,7 +1,7 @@
-"""K virtual replicas in one process on a virtual network: no ports, no threads, the same code path as a real run.
+"""K virtual replicas in one process, on a virtual network: no ports, no threads, the same code path as a real run.
 
 `Cluster` holds K replicas and carries their exchanges in lockstep: all replicas put their side of a collective into a
-`Mailbox` before any of them takes the result. A virtual clock turns the bytes of each collective into seconds.
+`Mailbox` before any replica takes the result. A virtual clock turns the bytes of each collective into seconds.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Build = Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]
 
 @dataclass
 class Mailbox:
-    """What the replicas have put in for one collective, by rank."""
+    """The collectives that the replicas have put in, by rank."""
 
-    peers: list[int] = field(default_factory=list)  # who takes part in the exchange
+    peers: list[int] = field(default_factory=list)  # the ranks that take part in the exchange
     posted: dict[int, Collective] = field(default_factory=dict)
-    total: Tensor | None = None  # the sum is worked out once, not once per replica
+    total: Tensor | None = None  # the sum is computed once, not once per replica
 
 
 class SimTransport(AlwaysCommits):
-    """One replica's transport inside the cluster: takes its results out of the mailbox."""
+    """One replica's transport inside the cluster. It takes its results from the mailbox."""
 
     def __init__(self, rank: int, size: int, mailbox: Mailbox) -> None:
         self.rank = rank
@@ -47,6 +47,7 @@ class SimTransport(AlwaysCommits):
 
     @property
     def peers(self) -> Sequence[int]:
+        """The ranks that take part in this exchange."""
         return self.mailbox.peers
 
     def _posted(self, kind: type[T]) -> list[T]:
@@ -60,7 +61,7 @@ class SimTransport(AlwaysCommits):
 
     def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:  # noqa: ARG002
         messages = [posted.message for posted in self._posted(Gather)]
-        # As a real gather does: sizes first, then buffers of one length.
+        # Like a real all-gather: first the sizes, then buffers of one length.
         longest = max(map(len, messages))
         if most is not None:
             count.gathered(SIZE_BYTES, len(messages))
@@ -70,6 +71,7 @@ class SimTransport(AlwaysCommits):
     def sum(self, buffer: Tensor, *, count: Count) -> Tensor:
         posted = self._posted(Sum)
         if self.mailbox.total is None:
+            # In rank order, so that a run gives the same bits each time.
             total = posted[0].buffer.clone()
             for other in posted[1:]:
                 total.add_(other.buffer)
@@ -90,9 +92,9 @@ class SimTransport(AlwaysCommits):
 class Cluster:
     """K replicas in lockstep.
 
-    ``build(rank)`` makes one replica's model and inner optimiser. Every replica has random states of its own, seeded
-    by ``seed`` and rank, that are in force whenever it has its turn. ``links`` and ``step_seconds`` are one for all, or
-    one per replica (asymmetric links, stragglers); ``absences`` is churn.
+    ``build(rank)`` makes one replica's model and inner optimizer. Every replica has its own random states, seeded by
+    ``seed`` and rank. They are set whenever the replica has its turn. ``links`` and ``step_seconds`` are one value for
+    all, or one per replica (asymmetric links, stragglers). ``absences`` are the rounds that a replica misses.
 
         for replica in cluster.turns():
             loss(replica.model, shard[replica.transport.rank]).backward()
@@ -134,7 +136,7 @@ class Cluster:
         self.run_exchanges({rank: replica.joining() for rank, replica in enumerate(self.replicas)}, "setup")
 
     def present(self) -> list[Replica]:
-        """The replicas that take part now."""
+        """The replicas that take part in the present round."""
         away = {absence.rank for absence in self.absences if absence.covers(self.rounds)}
         here = [replica for rank, replica in enumerate(self.replicas) if rank not in away]
         if not here:
@@ -142,7 +144,7 @@ class Cluster:
         return here
 
     def turns(self) -> Iterator[Replica]:
-        """Each present replica in turn, with its own random state in force."""
+        """Each present replica in turn, with its own random states set."""
         for replica in self.present():
             with self._random[replica.transport.rank]:
                 yield replica
@@ -154,7 +156,7 @@ class Cluster:
         scaler: torch.amp.GradScaler | None = None,
         closure: Closure | None = None,
     ) -> list[Round]:
-        """`Replica.step` for all present replicas; one record per replica if this step ended in a round."""
+        """`Replica.step` for all present replicas. Returns one record per replica if this step ended in a round."""
         due = []
         for replica in self.turns():
             rank = replica.transport.rank
@@ -168,7 +170,7 @@ class Cluster:
         return rounds
 
     def finish(self) -> list[list[Round]]:
-        """`Replica.finish` for all; absent replicas come back first, so that all end with the same weights."""
+        """`Replica.finish` for all replicas. Absent replicas rejoin first, so that all end with the same weights."""
         host = self.present()[0]
         for absence in self.absences:
             if absence.covers(self.rounds):
@@ -177,7 +179,8 @@ class Cluster:
         return self.run_exchanges({rank: replica.finishing() for rank, replica in enumerate(self.replicas)}, "finish")
 
     def _advance(self) -> None:
-        """The round is over: whoever is due back rejoins from the anchor of a replica that was present."""
+        """End the round. Replicas whose absence is over rejoin from the anchor of a replica that was present."""
+        # Chosen before the count moves on: a replica that returns now has an old anchor and must not be the host.
         host = self.present()[0]
         self.rounds += 1
         for absence in self.absences:
@@ -188,6 +191,7 @@ class Cluster:
         shared = host.share()
         guest.adopt(shared)
         size = shared.size
+        # A rejoin is part of the cost of the method, so it counts with the rounds.
         guest.transport.ledger.add("rounds", Count(received=size))
         host.transport.ledger.add("rounds", Count(sent=size))
         up, down = self.links[host.transport.rank], self.links[guest.transport.rank]
@@ -195,7 +199,7 @@ class Cluster:
         self._busy[guest.transport.rank] = self.clock + seconds
 
     def run_exchanges(self, exchanges: Mapping[int, Exchange[T]], phase: str) -> list[T]:
-        """Carry all exchanges to their end, one collective of everybody at a time; count them as part of ``phase``."""
+        """Carry all exchanges to their end, one collective at a time, and add their cost to ``phase``."""
         mailbox = self.mailbox
         mailbox.peers = sorted(exchanges)
         results: dict[int, T] = {}
@@ -209,10 +213,11 @@ class Cluster:
                     mailbox.posted[rank] = exchange.send(answers[rank])
                 except StopIteration as end:
                     results[rank] = end.value
-                except OvertoneError as error:  # the others shall go on to it too, and take back what they sent
+                except OvertoneError as error:  # raised after the loop: each replica must reach it and undo its changes
                     errors.append(error)
             if errors:
                 raise errors[0]
+            # Replicas run the same code, so this would be a bug in an exchange. In a real world it would be a deadlock.
             if mailbox.posted and results:
                 raise OvertoneError(
                     f"ranks {sorted(results)} ended the exchange, ranks {sorted(mailbox.posted)} did not"
@@ -222,7 +227,7 @@ class Cluster:
         return [results[rank] for rank in exchanges]
 
     def _carry(self, phase: str) -> dict[int, object]:
-        """One collective: everybody takes the result, and the clock moves by the time that the slowest needs."""
+        """Run one collective: all replicas take the result, and the clock advances by the time of the slowest."""
         posted = {rank: self.mailbox.posted[rank] for rank in sorted(self.mailbox.posted)}
         transports = {rank: self.replicas[rank].transport for rank in posted}
         answers: dict[int, object] = {rank: one.carry(transports[rank]) for rank, one in posted.items()}
@@ -239,7 +244,7 @@ class Cluster:
 
 
 def _one_each(name: str, value: T | Sequence[T], count: int, kind: type) -> list[T]:
-    """One value for all, or a sequence with one for each."""
+    """A list with one value per replica, from one value for all or from a sequence."""
     if isinstance(value, kind) or not isinstance(value, Sequence):
         return [value] * count  # type: ignore[list-item]
     if len(value) != count:

@@ -1,4 +1,4 @@
-"""A virtual network: links that turn bytes into seconds, and replicas that come and go."""
+"""A virtual network: links that turn bytes into seconds, and absences of replicas."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ class Link:
 
     bandwidth: float = 1e9  # upload, bit/s
     latency: float = 0.0
-    download: float | None = None  # bit/s; None: as upload
+    download: float | None = None  # bit/s; None means the same as upload
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "download"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not value > 0:  # refuses NaN too
                 raise OvertoneError(f"{name}={value}: bits per second, above 0")
         if not self.latency >= 0:
             raise OvertoneError(f"latency={self.latency}: seconds, 0 or more")
 
     def seconds(self, sent: int, received: int, hops: int) -> float:
-        """Time for this replica's share of an exchange that passes ``hops`` messages one after another."""
+        """The time for this replica's share of a collective that passes ``hops`` messages one after another."""
+        # Full duplex: upload and download overlap.
         up = 8 * sent / self.bandwidth
         down = 8 * received / (self.download or self.bandwidth)
         return hops * self.latency + max(up, down)
@@ -45,4 +46,5 @@ class Absence:
             )
 
     def covers(self, index: int) -> bool:
+        """True if the replica is absent in round ``index``."""
         return self.leaves <= index < self.returns

@@ -1,4 +1,4 @@
-"""Random states that belong to one replica of many in a process."""
+"""Random states for each of several replicas in one process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 class Randomness:
-    """One replica's random states, swapped in for its turn."""
+    """One replica's random states. As a context manager, it sets them for the replica's turn."""
 
     def __init__(self, seed: int) -> None:
-        outside = states()
+        outside = states()  # building a replica must not change the caller's random states
         seed_all(seed)
         self.own = states()
         set_states(outside)
@@ -29,28 +29,31 @@ class Randomness:
 
 
 def seed_all(seed: int) -> None:
-    """The dice of one replica; `seed_of` keeps those of different ranks apart."""
+    """Seed all random generators of this process. `seed_of` gives different seeds to different ranks."""
     torch.manual_seed(seed)
     random.seed(seed)
+    # numpy is optional: it is seeded only if another module has imported it.
     if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
         numpy.random.seed(seed % 2**32)
 
 
 def seed_of(run: int, rank: int) -> int:
+    """The seed of one rank of a run."""
     return run * 1_000_003 + rank
 
 
 def states() -> dict[str, Any]:
-    """The global random states of this process, to go on from."""
+    """The global random states of this process, for a later `set_states`."""
     return {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],  # of the current device
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],  # the current device's
         "python": random.getstate(),
         "numpy": _numpy_state(),
     }
 
 
 def set_states(saved: Mapping[str, Any]) -> None:
+    """Set the global random states of this process."""
     torch.set_rng_state(saved["torch"])
     random.setstate(saved["python"])
     if saved["numpy"] and (numpy := sys.modules.get("numpy")) is not None:
@@ -61,9 +64,10 @@ def set_states(saved: Mapping[str, Any]) -> None:
 
 
 def _numpy_state() -> list[Any]:
-    """Of numpy's global dice, if anybody has loaded it; tasks of users may throw them."""
+    """The state of numpy's global generator, if numpy is loaded: tasks of users may use it."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not hasattr(numpy, "random"):
         return []
     name, key, *rest = numpy.random.get_state()
+    # As a tensor: checkpoints hold tensors and JSON values, not numpy arrays.
     return [name, torch.from_numpy(key.astype("int64")), *rest]

@@ -1,1 +1,1 @@
-"""A world of processes: how replicas join one, and how they wait for each other."""
+"""The processes of a run: how replicas join them, and how they wait for each other."""

@@ -1,10 +1,10 @@
-"""Notes of replicas that wait, in the store through which they met: so that whoever waits can say for whom.
+"""Notes of waiting replicas, in the store of the process group, so that a waiting replica can name the missing peer.
 
-A collective that hangs does not say who is missing. So a replica that has waited for a few seconds leaves a note, "I
-wait in exchange 12", and renews it while it waits. Whoever has left no such note, or does not renew it, is the one
-that the others wait for. A replica that gives up leaves its last words, for those whose connection to it then breaks.
+A collective that hangs does not tell which rank is missing. So a replica that has waited for a few seconds writes a
+note, "I wait in exchange 12", and renews it while it waits. A replica that has no such note, or does not renew it, is
+the missing one. A replica that gives up writes its last words, for the peers whose connection to it then breaks.
 
-The store has no authentication (docs: SECURITY.md): notes are only ever shown, nothing else follows from them.
+The store has no authentication (docs: SECURITY.md). So notes are only shown to the user; nothing else depends on them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from overtone.errors import printable
 T = TypeVar("T")
 U = TypeVar("U")
 
-PERIOD = 2.0  # seconds between two looks at the board, or less where the time-out is short
-SILENT = 5  # periods without a new note after which a replica that was waiting counts as silent
-LONGEST = 512  # bytes of a note
-ANSWER = 3.0  # seconds that a store has to answer when a replica is about to leave
+PERIOD = 2.0  # seconds between two looks at the board; less if the time-out is short
+SILENT = 5  # after so many periods without a new note, a replica that was waiting counts as silent
+LONGEST = 512  # the most bytes of a note
+ANSWER = 3.0  # seconds to wait for an answer of the store when a replica is about to leave
 
 
 class Store(Protocol):
-    """What a board needs of torch's stores."""
+    """The methods of torch's stores that a board uses."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -42,7 +42,7 @@ class Store(Protocol):
 
 @dataclass
 class Note:
-    """What a replica left last, and when a new one was seen."""
+    """The last note of a replica, and the time at which this replica first saw it."""
 
     exchange: int
     beat: int
@@ -51,7 +51,7 @@ class Note:
 
 
 class Board:
-    """One replica's view. ``name`` sets the boards of one store apart."""
+    """One replica's view of the notes. ``name`` distinguishes the boards in one store."""
 
     def __init__(self, store: Store | None, name: str, rank: int, size: int) -> None:
         self.store = store
@@ -63,15 +63,15 @@ class Board:
         self._host = socket.gethostname()
         self._beat = 0
         self._notes: dict[int, Note] = {}
-        self._opened = math.inf  # when, in this exchange
-        self._answered = 0.0
+        self._opened = math.inf  # the time at which the board was opened in this exchange
+        self._answered = 0.0  # the time of the store's last answer
         self._stop: threading.Event | None = None
         self.is_open = False
 
     # -- while waiting ---------------------------------------------------------------------------------------------
 
     def open(self, exchange: int, period: float = PERIOD) -> None:
-        """Begin to tell the others that this replica waits in this exchange, and to look who else does."""
+        """Start to write notes that this replica waits in this exchange, and to read the notes of its peers."""
         if self.exchange != exchange:
             self.exchange, self._opened = exchange, math.inf
         if self.store is None or self.is_open:
@@ -80,34 +80,36 @@ class Board:
         self._stop = threading.Event()
         self.is_open = True
         self._opened = self._answered = time.monotonic()
-        # A thread: a store that is cut off does not answer, and whoever waits must go on hearing signals.
+        # In a thread: a store that is cut off does not answer, and the waiting thread must still react to signals.
         threading.Thread(target=self._look, args=(self._stop,), name="board", daemon=True).start()
 
     def close(self) -> None:
+        """Stop to write and read notes."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
             self.is_open = False
 
     def _look(self, stop: threading.Event) -> None:
-        with suppress(RuntimeError):  # the store is gone: `absent` says so
+        with suppress(RuntimeError):  # the store is gone: `absent` reports it
             while not stop.is_set():
                 self._beat += 1
                 self._put("waits", json.dumps([self.exchange, self._beat, self._host]))
                 for other in self.others:
                     note, known = _read(self._get("waits", other)), self._notes.get(other)
+                    # By the count of beats, with the time taken here: the clocks of two hosts may differ.
                     if note and (known is None or known.beat != note.beat):
                         self._notes[other] = note
                 self._answered = time.monotonic()
                 stop.wait(self.period)
 
     def absent(self) -> dict[int, str]:
-        """Who is waited for, and what is known of it; empty if nothing is."""
+        """The ranks that this replica waits for, each with a reason. Empty if no rank is known to be missing."""
         now = time.monotonic()
-        if now - self._opened < self.period:
+        if now - self._opened < self.period:  # too early: peers have not had the time to write their notes
             return {}
         if now - self._answered > SILENT * self.period:
-            away = [0] if self.rank else self.others
+            away = [0] if self.rank else self.others  # the store is usually on the host of rank 0
             return dict.fromkeys(away, "the store of this world does not answer, or this host is cut off")
         found = {}
         for other in self.others:
@@ -119,7 +121,7 @@ class Board:
         return found
 
     def speaks(self) -> bool:
-        """One voice per host is enough: that of the first rank there that is known to wait."""
+        """True if this replica shall log for its host: only the lowest rank on a host that is known to wait does."""
         fresh, here = time.monotonic() - SILENT * self.period, (self.exchange, self._host)
         return not any(
             other < self.rank and (note.exchange, note.host) == here and note.seen > fresh
@@ -129,10 +131,11 @@ class Board:
     # -- joining ---------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
+        """Write a note that this replica has come to join."""
         self._put("here", "1")
 
     def missing(self) -> dict[int, str]:
-        """Who has not arrived."""
+        """The ranks that have not come to join, each with a reason."""
         unreachable = dict.fromkeys([0] if self.rank else self.others, "the store of this world does not answer")
         if self.store is None:
             return unreachable
@@ -142,12 +145,12 @@ class Board:
     # -- leaving ---------------------------------------------------------------------------------------------------
 
     def leave(self, words: str) -> None:
-        """Last words, for those that lose this replica."""
+        """Write this replica's last words, for the peers that lose their connection to it."""
         if self.store is not None:
             _within(ANSWER, lambda: self._put("left", words), None)
 
     def last_words(self) -> dict[int, str]:
-        """Of those that have left."""
+        """The last words of the replicas that have left, by rank."""
         if self.store is None:
             return {}
         return _within(ANSWER, lambda: dict(self._all_last_words()), {})
@@ -170,12 +173,12 @@ class Board:
         return self.store is not None and self.store.check([self._key(what, rank)])
 
     def _get(self, what: str, rank: int) -> bytes:
-        # Asked first: a store waits for a key that is not there.
+        # `check` first: `get` would wait for a key that does not exist.
         return self.store.get(self._key(what, rank)) if self.store is not None and self._check(what, rank) else b""
 
 
 def _read(raw: bytes) -> Note | None:
-    """Anybody may have written it: whatever is not a note is none."""
+    """Parse a note. Any process may have written it, so a text that is no valid note gives None."""
     with suppress(ValueError, TypeError, RecursionError):
         exchange, beat, host = json.loads(raw[:LONGEST])
         return Note(int(exchange), int(beat), str(host))
@@ -183,13 +186,14 @@ def _read(raw: bytes) -> Note | None:
 
 
 def _within(seconds: float, work: Callable[[], T], otherwise: U) -> T | U:
-    """What ``work`` returns, if it does so in time and without an error of the store's."""
+    """The result of ``work``, or ``otherwise`` if it takes longer or the store raises an error."""
     found: list[T] = []
 
     def attempt() -> None:
         with suppress(RuntimeError):
             found.append(work())
 
+    # A daemon thread: one that still waits for the store does not keep the process alive.
     thread = threading.Thread(target=attempt, name="board", daemon=True)
     thread.start()
     thread.join(seconds)

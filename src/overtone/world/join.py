@@ -1,6 +1,6 @@
-"""How the processes of a world find each other: with a word about who is missing, and not for ever.
+"""How the processes of a run join each other. A process that waits logs the missing ranks, and stops at a time-out.
 
-Replicas that `overtone train` started on this machine meet in a file; those of torchrun through its store.
+Replicas that `overtone train` started on this machine meet through a file; replicas of torchrun meet through its store.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from overtone.world.board import Board
 from overtone.world.process_group import FOREVER, Torch
 from overtone.world.watchdog import Watchdog
 
-MEETING = "OVERTONE_MEETING"  # the file in which the replicas of a launcher of ours meet
+MEETING = "OVERTONE_MEETING"  # names the file through which replicas meet that our own launcher started
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place in the world, as its launcher says."""
+    """The rank of this process and the size of the world, as the launcher set them."""
 
     rank: int
     size: int
 
     @classmethod
     def from_environment(cls) -> Place:
+        """Read ``RANK`` and ``WORLD_SIZE``."""
         rank, size = whole_number("RANK"), whole_number("WORLD_SIZE")
         if rank >= size:
             raise EnvironmentVariableError(
@@ -39,8 +40,9 @@ class Place:
 
 
 def whole_number(name: str, default: int | None = None) -> int:
-    """What a launcher says in the environment; anybody may have set it."""
+    """A whole number from an environment variable. It is checked, because any program may have set it."""
     told = os.environ.get(name, "" if default is None else str(default))
+    # `int` alone would accept signs, spaces, underscores and digits of other scripts.
     if not (told.isascii() and told.isdigit() and len(told) < 20):
         raise EnvironmentVariableError(
             f"{name}={shortened(told)}: a whole number in the environment, which torchrun sets; unset it"
@@ -49,18 +51,18 @@ def whole_number(name: str, default: int | None = None) -> int:
 
 
 def check_environment() -> None:
-    """Refuse words where numbers belong, before anybody reads them."""
+    """Refuse a launcher's variables that are no numbers, before other code reads them."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         whole_number(name, 0)
 
 
 def connect(timeout: float | None = None) -> Solo | Torch:
-    """The world this process was started in: the default process group if there is one, else a world of one.
+    """The transport for the world of this process: the default process group if there is one, else a world of one.
 
-    Under ``torchrun`` the group is created here, on gloo, if the user's script has not made one: messages are small and
-    packed on the CPU, and TCP is what joins distant machines. Initialise NCCL yourself for a fast local network.
-    ``timeout`` is how many seconds to wait for a peer that does not answer, in joining and in every exchange; by
-    default it follows from how long rounds take, and is ten minutes at least.
+    Under ``torchrun``, the group is created here, on gloo, if the user's script has not made one: messages are small
+    and packed on the CPU, and distant machines are connected by TCP. Initialize NCCL yourself for a fast local network.
+    ``timeout`` is the number of seconds to wait for a peer that does not answer, in joining and in every exchange. By
+    default it follows from the duration of rounds, and is ten minutes at least.
     """
     if not dist.is_available():
         return Solo()
@@ -82,9 +84,10 @@ def _join(place: Place, timeout: float | None) -> None:
     limit = watchdog.limit()
 
     def met() -> None:
-        """All of it waits in native code, for the store and for peers."""
+        """Meet all peers. Every call here waits in native code, for the store or for peers."""
         store = _meet(place)
         board.store = store
+        # The store outlives a restart of torchrun: notes of the processes before it must not count.
         board.name += os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         board.arrive()
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=FOREVER)
@@ -99,7 +102,10 @@ def _join(place: Place, timeout: float | None) -> None:
 
 
 def _part() -> None:
-    """The group's threads end before the interpreter does: one that frees a tensor later aborts the process."""
+    """End the threads of the group before the interpreter ends.
+
+    A thread that frees a tensor after that would abort the process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The transport of real worlds: a `torch.distributed` process group."""
+"""The transport between processes: a `torch.distributed` process group."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from overtone.transport import AlwaysCommits
 from overtone.world.board import Board, Store
 from overtone.world.watchdog import Watchdog, is_done
 
-FOREVER = timedelta(days=60)  # torch's own time-out of a group; each collective has one of ours
-_boards: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # how many transports a group has had here
+FOREVER = timedelta(days=60)  # torch's own time-out of a group; we set a shorter one for each collective
+# For each group, a counter of its transports in this process. It gives every board a name of its own.
+_boards: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class Torch(AlwaysCommits):
     """A `torch.distributed` process group: gloo over TCP, NCCL on GPUs. ``group=None`` is the default group.
 
-    ``timeout`` is how many seconds to wait for a peer that does not answer; by default it follows from how long rounds
-    take (see watchdog.py). A group that you made yourself has a time-out of its own besides: the shorter one counts.
+    ``timeout`` is the number of seconds to wait for a peer that does not answer. By default it follows from the
+    duration of rounds (see watchdog.py). A group that you made yourself also has its own time-out; the shorter counts.
     """
 
     def __init__(
@@ -53,13 +54,15 @@ class Torch(AlwaysCommits):
 
     @property
     def _collectives(self) -> Any:
-        # Asked for each time: who holds the default group keeps its threads alive beyond destroy_process_group(), and
-        # a thread that frees a tensor while the interpreter ends aborts the process.
+        # Looked up each time. A reference to the default group would keep its threads alive after
+        # destroy_process_group(), and a thread that frees a tensor while the interpreter ends aborts the process.
         return _of(self.group)
 
     def branch(self) -> Torch:
-        """Another way to the same peers, with an order of its own: what is said there does not wait for the rounds. Its
-        bytes go into the same ledger."""
+        """A second transport to the same peers, with its own order of collectives.
+
+        Its messages do not wait for the rounds. Its bytes are counted in the same ledger.
+        """
         members = dist.get_process_group_ranks(_of(self.group))
 
         def made() -> Any:
@@ -72,12 +75,12 @@ class Torch(AlwaysCommits):
         return Torch(group, timeout=self.watchdog.timeout, ledger=self.ledger)
 
     def leave(self, words: str) -> None:
-        """Last words, for peers that would otherwise only see a connection break."""
+        """Write this replica's last words, for peers that would otherwise see only a broken connection."""
         self.watchdog.board.leave(words)
 
     @contextmanager
     def _exchanging(self, count: Count) -> Iterator[None]:
-        """Count the time as waiting; turn a broken connection into an error that says who was cut off from whom."""
+        """Count the time as waiting, and turn a broken connection into an error that names the ranks on both sides."""
         begin = time.perf_counter()
         try:
             yield
@@ -92,11 +95,11 @@ class Torch(AlwaysCommits):
             count.waiting += time.perf_counter() - begin
 
     def _run(self, start: Callable[[Any], Any], options: Any, size: int) -> None:
-        """One collective of so many bytes, to its end. Every rank must come here for the same one."""
+        """Run one collective of ``size`` bytes to its end. Every rank must call this for the same collective."""
         self.watchdog.run(start, options, size, on_gpu=self.device.type == "cuda")
 
     def _gathered(self, buffer: Tensor) -> list[Tensor]:
-        """Everybody's buffer; all have the same size."""
+        """All-gather buffers of one size."""
         buffers = [torch.empty_like(buffer) for _ in range(self.size)]
         start = partial(self._collectives.allgather, [buffers], [buffer])
         self._run(start, AllgatherOptions(), buffer.numel() * buffer.element_size() * (self.size - 1))
@@ -106,10 +109,10 @@ class Torch(AlwaysCommits):
         with self._exchanging(count):
             longest = len(message)
             if most is not None:
-                # gloo and NCCL gather equal sizes only: the longest message sets the length.
+                # gloo and NCCL gather only buffers of equal size, so all are padded to the longest message.
                 sizes = self._gathered(torch.tensor([longest], dtype=torch.int64, device=self.device))
                 announced = [int(size) for size in sizes]
-                for rank, size in enumerate(announced):  # everybody sees the same ones, so everybody refuses alike
+                for rank, size in enumerate(announced):  # all ranks see the same sizes, so all of them refuse
                     if not 0 <= size <= most:
                         raise PeerError(
                             f"rank {rank} announces a message of {size} bytes, where {most} are the most; it was "
@@ -118,13 +121,14 @@ class Torch(AlwaysCommits):
                 longest = max(announced)
             buffer = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8).to(self.device)
             messages = [tensor_bytes(one.cpu()) for one in self._gathered(buffer)]
+        # Counted only now: the bytes of an exchange that broke off are not known.
         if most is not None:
             count.gathered(SIZE_BYTES, self.size)
         count.gathered(longest, self.size)
         return messages
 
     def begin_gather(self, message: bytes) -> Begun:
-        """A gather of messages of one length that nobody waits for yet."""
+        """Start an all-gather of messages of one length, and do not wait for it."""
         buffer = bytes_tensor(message, torch.uint8)
         buffers = [torch.empty_like(buffer) for _ in range(self.size)]
         options = AllgatherOptions()
@@ -132,7 +136,7 @@ class Torch(AlwaysCommits):
         work = self._collectives.allgather([buffers], [buffer], options)
         count = Count()
         count.gathered(len(message), self.size)
-        self.watchdog.exchanges += 1
+        self.watchdog.exchanges += 1  # counted at its start, so that all ranks count in the same order
         return Begun(self, work, buffers, count)
 
     def sum(self, buffer: Tensor, *, count: Count) -> Tensor:
@@ -149,8 +153,9 @@ class Torch(AlwaysCommits):
         if not raws:
             return
         with self._exchanging(count):
+            # As bytes in one buffer: tensors of all types in a single collective.
             everything = torch.cat([raw.to(self.device) for raw in raws])
-            # Down a tree: each level waits for the one above.
+            # A broadcast goes down a tree. Each level waits for the level above, so the time-out allows for all levels.
             through = everything.numel() * self.size.bit_length()
             self._run(partial(self._collectives.broadcast, [everything]), BroadcastOptions(), through)
         count.broadcast(everything.numel(), self.rank, self.size)
@@ -163,7 +168,7 @@ class Torch(AlwaysCommits):
 
 
 class Begun:
-    """A gather that is under way. ``count`` is what it costs."""
+    """An all-gather that has started. ``count`` is its cost."""
 
     def __init__(self, transport: Torch, work: Any, buffers: Sequence[Tensor], count: Count) -> None:
         self.transport = transport
@@ -172,7 +177,7 @@ class Begun:
         self._buffers = buffers
 
     def messages(self, *, wait: bool = False) -> list[bytes] | None:
-        """Everybody's, or None as long as some have not come. What it cost goes into the ledger when all have come."""
+        """The messages of all ranks, or None if some have not arrived. Its cost is counted when all have arrived."""
         with self.transport._exchanging(self.count):
             if wait:
                 self.transport.watchdog.wait(partial(is_done, self._work), self.transport.watchdog.limit(), begun=True)
@@ -183,12 +188,12 @@ class Begun:
 
 
 def _of(group: dist.ProcessGroup | None) -> Any:
-    """The group itself, typed as what it can do in every torch: a collective takes options, with a time-out each."""
+    """The group itself, typed as Any: in every version of torch its collectives take options, each with a time-out."""
     return dist.group.WORLD if group is None else group
 
 
 def _store() -> Store | None:
-    """The store through which the default group met; where torch does not tell, boards stay empty."""
+    """The store of the default group. If this torch does not give access to it, boards have no notes."""
     ask = getattr(dist.distributed_c10d, "_get_default_store", None)
     store: Store | None = None if ask is None else ask()
     return store

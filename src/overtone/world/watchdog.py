@@ -1,7 +1,8 @@
-"""Waiting for peers: in slices, so that signals are heard; with a word after a minute; and not for ever.
+"""Waiting for peers: in short slices, so that the process reacts to signals; with a log line after a minute; and with a
+time-out.
 
-The time-out is what the user says. By default it follows from how long rounds take: a peer may need several times as
-long as the longest round so far, and a large message may take its time on a thin wire.
+The user can set the time-out. By default it follows from the duration of rounds: a peer may take several times as long
+as the longest round so far, and a large message may take long on a slow network.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from overtone.world.board import PERIOD, Board
 
 T = TypeVar("T")
 
-SLICE = 0.25  # seconds: as long as a signal may have to wait for an answer
+SLICE = 0.25  # seconds: the longest time until the process reacts to a signal
 SOON = 2.0  # seconds of waiting after which the board is opened
-NOTICE = 60.0  # seconds of waiting after which a line says for whom; then twice as long, and so on
+NOTICE = 60.0  # seconds of waiting after which a log line names the missing ranks; the next after twice the time
 LEAST = 600.0  # seconds: no default time-out is shorter
-MARGIN = 5.0  # seconds after its time-out at which torch gives up a collective by itself, so that a process can end
-ROUNDS = 4  # … nor shorter than so many of the longest round so far
-SLOWEST = 125_000  # bytes a second, 1 Mbit/s: a message may take as long as it does at this rate
-LONGEST = 30 * 86400.0  # seconds that a time-out may have
+MARGIN = 5.0  # seconds after our time-out at which torch itself gives up a collective, so that a process can end
+ROUNDS = 4  # the default time-out is at least so many times the longest round so far
+SLOWEST = 125_000  # bytes a second, 1 Mbit/s: the default time-out allows for a message at this rate
+LONGEST = 30 * 86400.0  # seconds: no time-out is longer
 
 log = logging.getLogger("overtone")
 
 
 class Watchdog:
-    """Guards the waiting of one replica."""
+    """Waits for peers on behalf of one replica, with a time-out and log lines."""
 
     def __init__(self, board: Board, timeout: float | None = None) -> None:
         if timeout is not None and not (
@@ -46,24 +47,25 @@ class Watchdog:
         self.board = board
         self.timeout = timeout
         self.idle: Callable[[], None] | None = None  # called while waiting, about once per slice
-        self.exchanges = 0  # so far; all replicas count alike
+        self.exchanges = 0  # exchanges so far; the count is the same on all replicas
         self._longest = 0.0  # seconds from the end of one exchange to the end of the next
         self._ended = time.monotonic()
 
     def limit(self, size: int = 0) -> float:
-        """Seconds to wait in an exchange of so many bytes that begins now."""
+        """The time-out in seconds for an exchange of ``size`` bytes that begins now."""
         if self.timeout is not None:
             return self.timeout
+        # The work before this exchange counts too: the present round may be the longest so far.
         worked = time.monotonic() - self._ended
         return min(LONGEST, max(LEAST, ROUNDS * max(self._longest, worked)) + size / SLOWEST)
 
     def run(self, start: Callable[[Any], Any], options: Any, size: int, *, on_gpu: bool = False) -> None:
-        """Start a collective of ``size`` bytes, with torch's options for it, and wait for its end."""
+        """Start a collective of ``size`` bytes with these torch options, and wait for its end."""
         limit = self.limit(size)
         options.timeout = timedelta(seconds=limit + MARGIN)
         work = start(options)
         if on_gpu:
-            work.wait()  # the host does not wait for a GPU's collective: there is nothing to watch over here
+            work.wait()  # it only queues the collective on the GPU: the host does not wait here
         else:
             self.wait(partial(is_done, work), limit)
 
@@ -76,12 +78,16 @@ class Watchdog:
         *,
         begun: bool = False,
     ) -> None:
-        """Until ``done(seconds)``, which waits that long, says so. ``missing`` tells who is waited for, and why it is
-        thought so; by default the board does. ``begun``: this exchange was counted when it began."""
+        """Wait until ``done(seconds)`` returns True. Each call of it waits up to so many seconds.
+
+        ``missing`` returns the missing ranks, each with a reason; the default is the board's view. ``begun``: this
+        exchange was counted when it began.
+        """
         begin, since = time.monotonic(), time.strftime("%H:%M:%S")
         missing = missing or self.board.absent
         self.exchanges += not begun
         notice = NOTICE
+        # With a short time-out the board is opened sooner, so that the error can still name the missing ranks.
         soon, period = min(SOON, limit / 4), min(PERIOD, limit / 8)
         try:
             while not done(SLICE):
@@ -105,7 +111,10 @@ class Watchdog:
         self._longest, self._ended = max(self._longest, now - self._ended), now
 
     def call(self, work: Callable[[], T], limit: float, missing: Callable[[], Mapping[int, str]], what: str) -> T:
-        """Wait for ``work``, which waits for peers in native code where no signal is heard: in a thread."""
+        """Run ``work`` in a thread and wait for it.
+
+        ``work`` waits for peers in native code. In the main thread, Python could not react to signals meanwhile.
+        """
         found: list[T] = []
         failed: list[BaseException] = []
 
@@ -128,7 +137,7 @@ class Watchdog:
         return found[0]
 
     def broken(self, error: Exception) -> str:
-        """Why an exchange broke off, as far as is known: the last words of a replica that left, or who is missing."""
+        """Why an exchange broke off, as far as known: the last words of a replica that left, or the missing ranks."""
         for rank, words in self.board.last_words().items():
             return f"rank {rank} left: {words}"
         absent = self.board.absent() if self.board.exchange == self.exchanges else {}
@@ -151,13 +160,14 @@ class Watchdog:
 
 
 def is_done(work: Any, seconds: float) -> bool:
-    """Wait so long for a collective. It raises when it failed; it also does when the time is over, and may go on."""
+    """Wait up to so many seconds for a collective. True if it has ended; raises if it has failed."""
+    # torch's `wait` also raises when the time is over, though the collective goes on.
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # it has ended since: well, or with an error of its own
+        work.wait()  # it has ended: this returns at once, or raises the error of the collective
     return True
 
 
@@ -168,5 +178,5 @@ def _names(absent: Mapping[int, str]) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """What gloo says, without the place in its sources and its advice."""
+    """The error text of gloo, without the place in its source code and its advice."""
     return re.sub(r"^\[[^\]]*\] ", "", str(error)).partition(". This is typically")[0]

@@ -1,7 +1,8 @@
-"""The inner loops of the codec, in two implementations with the same results to the bit: tests/test_kernels.py.
+"""The inner loops of the codec, in two implementations with bit-identical results: tests/test_kernels.py.
 
-`in_torch` runs on any device and needs nothing but torch. `in_numba` is several times faster on a CPU. Whatever decides
-bytes is worked out in whole numbers or in single exact operations, never in sums whose order matters.
+`in_torch` runs on any device and needs only torch. `in_numba` is several times faster on a CPU. Every value that
+affects the bytes of a message is computed in whole numbers or in single exact operations, never in sums whose order
+matters.
 """
 
 from __future__ import annotations
@@ -17,37 +18,54 @@ from overtone.coding.bits import Reader
 from overtone.coding.kernels import in_torch
 from overtone.errors import MethodError
 
-NUMBA_FROM = 1 << 22  # values of a model from which compiled loops are worth loading
+NUMBA_FROM = 1 << 22  # for models of at least so many values, the faster loops are worth the time to load them
 
 
 class Kernels(Protocol):
-    """What an implementation offers. Each is a module: `in_torch` or `in_numba`."""
+    """The functions of an implementation. Each implementation is a module: `in_torch` or `in_numba`."""
 
-    def select(self, coeffs: Tensor, k: int) -> Tensor: ...
+    def select(self, coeffs: Tensor, k: int) -> Tensor:
+        """The positions of the k strongest coefficients of each chunk."""
+        ...
 
-    def pack_positions(self, index: Tensor, area: int) -> bytes: ...
+    def pack_positions(self, index: Tensor, area: int) -> bytes:
+        """The Rice code of positions."""
+        ...
 
-    def unpack_positions(self, reader: Reader, shape: tuple[int, int], area: int, what: str) -> Tensor: ...
+    def unpack_positions(self, reader: Reader, shape: tuple[int, int], area: int, what: str) -> Tensor:
+        """Read positions from their Rice code."""
+        ...
 
-    def quantize(self, values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]: ...
+    def quantize(self, values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The steps, codes and exceptions of values."""
+        ...
 
-    def pack_codes(self, codes: Tensor, bits: int) -> bytes: ...
+    def pack_codes(self, codes: Tensor, bits: int) -> bytes:
+        """Pack codes of so many bits."""
+        ...
 
-    def unpack_grid(self, packed: bytes, step: Tensor, k: int, bits: int) -> Tensor: ...
+    def unpack_grid(self, packed: bytes, step: Tensor, k: int, bits: int) -> Tensor:
+        """The values that packed codes stand for."""
+        ...
 
-    def add(self, here: Tensor, index: Tensor, values: Tensor) -> None: ...
+    def add(self, here: Tensor, index: Tensor, values: Tensor) -> None:
+        """Add sparse values to chunks, in place."""
+        ...
 
-    def row_hashes(self, words: Tensor, weights: Tensor) -> Tensor: ...
+    def row_hashes(self, words: Tensor, weights: Tensor) -> Tensor:
+        """The hash of each row of words, for fingerprints."""
+        ...
 
 
 def kernels_for(size: int, device: torch.device) -> Kernels:
-    """The implementation for a model of ``size`` values: the compiled one where numba is installed and it pays.
+    """The implementation for a model of ``size`` values: numba if it is installed and the model is large enough.
 
     The environment variable ``OVERTONE_KERNELS``, set to ``torch`` or ``numba``, overrides the choice.
     """
     wish = os.environ.get("OVERTONE_KERNELS", "")
     if wish not in ("", "torch", "numba"):
         raise MethodError(f"OVERTONE_KERNELS={wish}: choose torch or numba, or leave it unset")
+    # `find_spec` instead of an import: importing numba takes long, also where it is not used.
     pays = size >= NUMBA_FROM and importlib.util.find_spec("numba") is not None
     if device.type != "cpu" or wish == "torch" or not (pays or wish == "numba"):
         return in_torch

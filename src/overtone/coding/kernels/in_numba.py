@@ -1,6 +1,6 @@
-"""The functions of `in_torch`, compiled for the CPU by numba: same results to the bit, several times faster.
+"""The functions of `in_torch`, compiled for the CPU by numba: bit-identical results, several times faster.
 
-Tensors come and go as numpy views of the same memory. Loops that read untrusted bytes check every count before they
+Tensors are passed as numpy views of the same memory. Loops that read untrusted bytes check every count before they
 write. The first use on a machine compiles for some seconds; numba keeps the result on disk.
 """
 
@@ -25,24 +25,28 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
+    """Compile a function with numba."""
     # No fastmath: it would round differently from torch.
     try:
         return cast(F, numba.njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # nowhere to keep the result: installed read-only, no home
+    except RuntimeError:  # no place for the cache: the installation is read-only and there is no home directory
         return cast(F, numba.njit(nogil=True)(function))
 
 
 def select(coeffs: Tensor, k: int) -> Tensor:
+    """See `in_torch.select`."""
     index = np.empty((len(coeffs), k), np.int64)
     _select(coeffs.contiguous().view(torch.int32).numpy(), k, index)
     return torch.from_numpy(index)
 
 
 def pack_positions(index: Tensor, area: int) -> bytes:
+    """See `bits.pack_positions`."""
     c, k = index.shape
     tried = widths(area, k)
     costs = np.empty(5, np.int64)
     _rice_costs(index.numpy(), tried[0], costs)
+    # `argmin` returns the first of equal costs: the smaller width, as in bits.py.
     best = int((costs[: len(tried)] + np.array(tried) * (c * k)).argmin())
     width = tried[best]
     low = np.zeros(field_bytes(c * k, width), np.uint8)
@@ -52,8 +56,10 @@ def pack_positions(index: Tensor, area: int) -> bytes:
 
 
 def unpack_positions(reader: Reader, shape: tuple[int, int], area: int, what: str) -> Tensor:
+    """See `bits.unpack_positions`."""
     width, low, high = open_positions(reader, shape, area, what)
     index = np.empty(shape, np.int64)
+    # Padded: the loop reads whole 64-bit words of `high`, and windows of four bytes of `low`.
     words = np.frombuffer(high + bytes(-len(high) % 8), np.uint64)
     found = _rice_unpack(np.frombuffer(low + bytes(4), np.uint8), words, width, area, index)
     if found == -2:
@@ -64,6 +70,7 @@ def unpack_positions(reader: Reader, shape: tuple[int, int], area: int, what: st
 
 
 def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `in_torch.quantize`."""
     c, k = values.shape
     steps = np.empty(c, np.float32)
     codes = np.empty((c, k), np.uint8)
@@ -74,22 +81,26 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack_codes(codes: Tensor, bits: int) -> bytes:
+    """See `bits.pack_codes`."""
     packed = np.zeros(field_bytes(codes.numel(), bits), np.uint8)
     _pack_codes(codes.view(-1).numpy(), bits, packed)
     return packed.tobytes()
 
 
 def unpack_grid(packed: bytes, step: Tensor, k: int, bits: int) -> Tensor:
+    """See `in_torch.unpack_grid`."""
     values = np.empty((len(step), k), np.float32)
     _unpack_grid(np.frombuffer(packed, np.uint8), step.float().numpy(), bits, values)
     return torch.from_numpy(values)
 
 
 def add(here: Tensor, index: Tensor, values: Tensor) -> None:
+    """See `in_torch.add`."""
     _add(here.numpy(), index.numpy(), values.contiguous().numpy())
 
 
 def row_hashes(words: Tensor, weights: Tensor) -> Tensor:
+    """See `in_torch.row_hashes`."""
     hashes = np.empty(len(words), np.int64)
     _row_hashes(words.numpy().view(np.uint64), weights.numpy().view(np.uint64), hashes.view(np.uint64))
     return torch.from_numpy(hashes)
@@ -100,7 +111,8 @@ def row_hashes(words: Tensor, weights: Tensor) -> Tensor:
 
 @compiled
 def _count(strength: Any, threshold: int) -> int:
-    """How many reach the threshold, in 32-bit counters: those the compiler turns into vector instructions."""
+    """The number of values at or above the threshold."""
+    # A 32-bit counter: with it, the compiler can use vector instructions.
     threshold32 = np.int32(threshold)
     n = np.uint32(0)
     for i in range(strength.size):
@@ -112,21 +124,21 @@ def _count(strength: Any, threshold: int) -> int:
 def _select(rows: Any, k: int, index: Any) -> None:
     """The k strongest of each row. Magnitudes are compared by their bits, which sort as whole numbers.
 
-    A row is folded into 8 k columns or more, of which only the strongest value counts at first. A threshold that k
-    columns reach is one that at least k values reach, and not many more: the few candidates are then gone through.
+    A row is folded into 8 k columns or more. At first, only the strongest value of each column counts. A threshold that
+    k columns reach is reached by at least k values, and by not many more. Then only these few candidates are tested.
     """
     c, a = rows.shape
     columns = 64
     while columns < 8 * k:
         columns *= 2
     if a % columns or columns == a:
-        columns = a
+        columns = a  # no folding: each value is a column
     strength = np.empty(a, np.int32)
     candidates = np.empty(a + 1, np.int64)
     tops = np.empty(columns, np.int32)
     hot = np.empty(columns + 1, np.int64)
     magnitude = np.int32(0x7FFFFFFF)
-    guess = np.int64(0)
+    guess = np.int64(0)  # the threshold of the last row is a good guess for the next
     for r in range(c):
         row = rows[r]
         for j in range(columns):
@@ -138,10 +150,12 @@ def _select(rows: Any, k: int, index: Any) -> None:
                 tops[j] = value if value > tops[j] else tops[j]
         guess, ties = _threshold(tops, k, guess)
         least = np.int32(guess)
+        # Always write, and count only if it was a hit: faster than a branch that is hard to predict.
         n_hot = 0
         for j in range(columns):
             hot[n_hot] = j
             n_hot += tops[j] >= least
+        # Row by row of the folded columns, so that the candidates are in ascending order.
         found = 0
         for start in range(0, a, columns):
             for j in range(n_hot):
@@ -164,21 +178,21 @@ def _select(rows: Any, k: int, index: Any) -> None:
 
 @compiled
 def _threshold(strength: Any, k: int, guess: int) -> Any:
-    """A threshold, and how many of the values that equal it there is room for: with all that exceed it they are k.
+    """A threshold, and the number of values equal to it that are kept. Together with all larger values they are k.
 
-    Bisection, from a guess that is rarely far away; a threshold that exactly k values reach is as good as any other.
+    It is found by bisection from a guess, which is rarely far away. Any threshold that exactly k values reach is good.
     """
     top = np.int32(0)
     for i in range(strength.size):
         top = strength[i] if strength[i] > top else top
     low, high = np.int64(0), np.int64(top) + 1  # more than k reach low, fewer than k reach high
     n_high = 0
-    stride = np.int64(1) << 19
+    stride = np.int64(1) << 19  # the first steps away from the guess, doubled each time, until k is enclosed
     threshold = guess if low < guess < high else (low + high) >> 1
     while high - low > 1:
         n = _count(strength, threshold)
         if n == k:
-            return threshold, strength.size
+            return threshold, strength.size  # room for all ties: exactly k values reach it
         if n > k:
             low = threshold
             guess = threshold + stride
@@ -193,7 +207,7 @@ def _threshold(strength: Any, k: int, guess: int) -> Any:
 
 @compiled
 def _rice_costs(index: Any, width: int, costs: Any) -> None:
-    """Σ gap >> w for five widths, from the one given."""
+    """Σ gap >> w for five widths w, from the given one up."""
     c, k = index.shape
     n0, n1, n2, n3, n4 = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     for r in range(c):
@@ -211,6 +225,7 @@ def _rice_costs(index: Any, width: int, costs: Any) -> None:
 
 @compiled
 def _rice_pack(index: Any, width: int, low: Any, high: Any) -> None:
+    """Write the low bits of the gaps into ``low``, and the ones of their unary parts into ``high``."""
     c, k = index.shape
     mask = np.uint64((1 << width) - 1)
     held, n_held, at, end = np.uint64(0), np.uint64(0), 0, np.int64(-1)
@@ -242,18 +257,21 @@ def _trailing_zeros(typing_context: Any, word: Any) -> Any:  # noqa: ARG001
 
 @compiled
 def _rice_unpack(low: Any, high: Any, width: int, area: int, index: Any) -> int:
-    """How many positions could be read before the ones ran out; −1 if there are more ones, −2 if a position is beyond
-    the area. ``low`` ends with four spare bytes, ``high`` is in words of 64 bits."""
-    # Unsigned throughout: for signed subscripts numba would ask each time whether they count from the end.
+    """Read positions into ``index``, and return their number.
+
+    It is smaller than expected if ``high`` has too few ones, −1 if ``high`` has too many, and −2 if a position is
+    beyond the area. ``low`` ends with four spare bytes; ``high`` consists of 64-bit words.
+    """
+    # All numbers are unsigned: for a signed index, numba would test each time if it counts from the end.
     c, k = index.shape
     wide = np.uint64(width)
     mask = (np.uint64(1) << wide) - np.uint64(1)
     word, at, base, bit, n = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0), 0
-    before = np.uint64(0)  # one past the last one
+    before = np.uint64(0)  # the bit after the last one
     words = np.uint64(high.size)
     limit = np.uint64(area)
     for r in range(c):
-        position = np.uint64(0)  # one past the last position
+        position = np.uint64(0)  # the place after the last position
         for i in range(k):
             while word == np.uint64(0):
                 if at == words:
@@ -262,7 +280,7 @@ def _rice_unpack(low: Any, high: Any, width: int, area: int, index: Any) -> int:
                 base = at << np.uint64(6)
                 at += np.uint64(1)
             one = base + _trailing_zeros(word)
-            word &= word - np.uint64(1)
+            word &= word - np.uint64(1)  # clears the lowest one
             b = bit >> np.uint64(3)
             window = (
                 np.uint64(low[b])
@@ -271,13 +289,14 @@ def _rice_unpack(low: Any, high: Any, width: int, area: int, index: Any) -> int:
                 | np.uint64(low[b + np.uint64(3)]) << np.uint64(24)
             )
             position += ((one - before) << wide) + ((window >> (bit & np.uint64(7))) & mask)
-            if position >= limit:
+            if position >= limit:  # tested for each position: untrusted bytes must not lead beyond the chunk
                 return -2
             index[r, i] = position
             position += np.uint64(1)
             before = one + np.uint64(1)
             bit += wide
             n += 1
+    # All positions are read. Any one that is left means that the message is corrupt.
     if word != np.uint64(0):
         return -1
     while at < words:
@@ -289,6 +308,7 @@ def _rice_unpack(low: Any, high: Any, width: int, area: int, index: Any) -> int:
 
 @compiled
 def _quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: Any) -> bool:
+    """Fill steps, codes and the mask of exceptions, as `in_torch.quantize` does. True if there is any exception."""
     c, k = values.shape
     half = 1 << (bits - 1)
     reach = EXCEPTIONAL * max(1.0, half / 2)
@@ -299,6 +319,7 @@ def _quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: 
         top = 0.0
         for i in range(k):
             top = max(top, abs(np.float64(values[r, i])))
+        # Magnitudes become whole numbers below 2**24, so that their sums are exact and no order matters.
         scale = math.ldexp(1.0, FRACTION - math.frexp(top)[1])
         total = 0.0
         for i in range(k):
@@ -370,6 +391,7 @@ def _add(here: Any, index: Any, values: Any) -> None:
 
 @compiled
 def _row_hashes(words: Any, weights: Any, hashes: Any) -> None:
+    # Unsigned words wrap modulo 2**64, with the same bits as torch's signed ones.
     for r in range(words.shape[0]):
         row = words[r]
         total = np.uint64(0)

@@ -1,4 +1,4 @@
-"""The inner loops of the codec as whole-tensor operations: any device, no dependency beyond torch.
+"""The inner loops of the codec as whole-tensor operations. They run on any device and need only torch.
 
 Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 """
@@ -22,15 +22,17 @@ __all__ = [
     "unpack_positions",
 ]
 
-EXCEPTIONAL = 4.0  # a value this many times its chunk's mean (more, where the grid reaches further) is an exception
-PASSES = 3  # of assigning levels and refitting the step
-FRACTION = 24  # bits to which magnitudes are known when a step is fitted
+# A value of more than so many times the mean of its chunk is an exception. Where the grid reaches further, the factor
+# is larger.
+EXCEPTIONAL = 4.0
+PASSES = 3  # how often levels are assigned and the step is fitted again
+FRACTION = 24  # the number of bits of a magnitude in the fit of a step
 
 
 def select(coeffs: Tensor, k: int) -> Tensor:
-    """(c, a) to (c, k): positions of the k < a largest magnitudes, ascending; the lower position wins a tie.
+    """(c, a) to (c, k): the positions of the k < a largest magnitudes, ascending. The lower position wins a tie.
 
-    Magnitudes are compared by their bits, which sort as whole numbers; infinity and NaN come out strongest.
+    Magnitudes are compared by their bits, which sort as whole numbers. Infinity and NaN are the largest.
     """
     c, _ = coeffs.shape
     strength = coeffs.view(torch.int32) & 0x7FFFFFFF
@@ -48,11 +50,11 @@ def select(coeffs: Tensor, k: int) -> Tensor:
 
 
 def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(c, k) values to (c,) bf16 steps, (c, k) uint8 codes, and where in the c · k values the exceptions are.
+    """(c, k) values to (c,) bf16 steps, (c, k) uint8 codes, and the positions of the exceptions among the c · k values.
 
-    Code q stands for (q − half + ½) · step with half = 2**(bits − 1): a grid symmetric about zero, its step the best
-    fit in least squares. Magnitudes enter the fit as whole numbers, 24 bits below the chunk's largest, so that all sums
-    are exact in fp64, in any order. Exceptions, too far beyond the grid, do not take part.
+    Code q stands for (q − half + ½) · step with half = 2**(bits − 1). This grid is symmetric about zero. Its step is
+    the best fit in least squares. In the fit, magnitudes are whole numbers of 24 bits, scaled by the chunk's largest,
+    so that all sums are exact in fp64, in any order. Exceptions are too far beyond the grid and are not fitted.
     """
     _, k = values.shape
     half = 1 << (bits - 1)
@@ -69,7 +71,7 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fit(whole: Tensor, mask: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """(c, k) levels and (c, 1) steps that minimise Σ (whole − (level + ½) · step)² where the mask is 1."""
+    """(c, k) levels and (c, 1) steps that minimize Σ (whole − (level + ½) · step)² over the values with mask 1."""
     level = torch.zeros_like(whole)
     if half == 1:
         return level, 2 * whole.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min_(1)
@@ -82,7 +84,7 @@ def _fit(whole: Tensor, mask: Tensor, half: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_step(bits: int, dtype: torch.dtype) -> float:
-    """The largest step with which every point of the grid is finite in ``dtype``."""
+    """The largest step for which every point of the grid is finite in ``dtype``."""
     return torch.finfo(dtype).max / max(1.0, (1 << (bits - 1)) - 0.5)
 
 
@@ -109,11 +111,11 @@ def add(here: Tensor, index: Tensor, values: Tensor) -> None:
 # -- fingerprints --------------------------------------------------------------------------------------------------
 
 
-_ROWS = 64  # hashed at once: they stay in the cache
+_ROWS = 64  # so many rows are hashed at once, so that they stay in the cache
 
 
 def row_hashes(words: Tensor, weights: Tensor) -> Tensor:
-    """(r, l) 64-bit words and (l,) weights to (r,): Σ weight · (word ^ word >> 32) modulo 2**64, for each row."""
+    """(r, l) 64-bit words and (l,) weights to (r,) hashes: Σ weight · (word ^ word >> 32) modulo 2**64 for each row."""
     mixed = torch.empty_like(words[:_ROWS])
     hashes = torch.empty(len(words), dtype=torch.int64, device=words.device)
     for first in range(0, len(words), _ROWS):
