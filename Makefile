@@ -7,8 +7,8 @@ FEW := $(VENV)/.overtone-demo
 ALL := $(VENV)/.overtone-dev
 PINS := $(VENV)/.overtone-pins
 OLDEST ?= .venv-oldest
-CORE := golden vectors equivalence transcriptions battery corners codec kernels dct layout wire wire_spec patterns \
-	fingerprint leaving_out gloo simulate settings cli command_lines
+CORE := golden vectors equivalence transcriptions every_method replica_edge_cases codec kernels dct layout wire wire_spec summed \
+	fingerprint leaving_out gloo simulate config cli command_lines
 , := ,
 
 .PHONY: help demo format check quick test package oldest browser bench paper studies clean

@@ -105,7 +105,7 @@ if __name__ == "__main__":
     for module in MODULES:
         with suppress(ImportError):  # of a library that is not installed; who needs it will say so
             importlib.import_module(f"overtone.{module}")
-    importlib.import_module("torch._dynamo")  # every optimiser loads it
+    importlib.import_module("torch._dynamo")  # every optimizer loads it
     importlib.import_module("overtone.cli.arguments").parse(["simulate"])  # what is built once is built here
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

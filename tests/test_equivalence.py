@@ -111,7 +111,7 @@ def test_decoupled_with_everything_kept_is_diloco() -> None:
 
 
 @pytest.mark.parametrize("codec", [Dense(), TopK(keep=4096, bits=32, transform="none"), TopK(keep=4096, bits=32)])
-def test_one_lossless_replica_is_the_inner_optimiser_alone(codec: Dense | TopK) -> None:
+def test_one_lossless_replica_is_the_inner_optimizer_alone(codec: Dense | TopK) -> None:
     method = Method("one", Drift, 3, Outer(lr=1.0, momentum=0.0), codec)
     (ours, _), (model, _) = build(0), build(0)
     replica = Replica(ours, torch.optim.SGD(ours.parameters(), lr=0.05), method, Solo())
@@ -155,7 +155,7 @@ def test_error_feedback_alone_is_sparse_loco() -> None:
     """μ = 0, λ = 0, β < 1, written out: e ← β·e + g, send its top-k, θ ← θ − mean."""
     method = overtone.sparse_loco(every=1, keep=64, bits=32)
     cluster = linear_cluster(method, replicas=2)
-    layout, codec = cluster.replicas[0].layout, method.codec
+    layout, codec = cluster.replicas[0].exchanger.layout, method.codec
     theta = layout.read([p.detach() for p in cluster.replicas[0].model.parameters()], layout.empty(torch.device("cpu")))
     errors = [torch.zeros_like(theta) for _ in range(2)]
     reference = copy.deepcopy(cluster.replicas[0].model)
@@ -238,7 +238,7 @@ def branches(rank: int, inner: str) -> tuple[Branches, torch.optim.Optimizer]:
 
 def by_hand(inner: str, replicas: int, steps: int = 10) -> dict[str, Tensor]:
     """Plain data parallelism: None where nobody had a gradient, else the mean with zeros for those who had none."""
-    model, optimiser = branches(0, inner)
+    model, optimizer = branches(0, inner)
     for step in range(steps):
         found: dict[str, list[Tensor]] = {}
         for rank in range(replicas):
@@ -250,7 +250,7 @@ def by_hand(inner: str, replicas: int, steps: int = 10) -> dict[str, Tensor]:
                     found[name].append(p.grad.clone())
         for name, p in model.named_parameters():
             p.grad = sum(found[name][1:], found[name][0]) / replicas if found[name] else None
-        optimiser.step()
+        optimizer.step()
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

@@ -57,7 +57,7 @@ def resize(replica: Replica) -> None:
     replica.model.down.weight.data = torch.zeros(1, 1)
 
 
-def other_optimiser(replica: Replica) -> None:
+def other_optimizer(replica: Replica) -> None:
     replica.inner = torch.optim.SGD(copy.deepcopy(replica.model).parameters(), lr=0.1)
 
 
@@ -71,7 +71,7 @@ CHANGES: dict[str, tuple[Callable[[Replica], None], str]] = {
     "added": (grow, "parameter extra.weight was added after the Replica was built; build a new Replica"),
     "held": (widen, r"the inner optimizer holds other parameters than .* after add_param_group\(\)"),
     "removed": (shrink, "parameter unused was removed after the Replica was built"),
-    "another optimiser": (other_optimiser, "model or inner was replaced by another"),
+    "another optimizer": (other_optimizer, "model or inner was replaced by another"),
     "a buffer": (add_buffer, "buffer late was added after the Replica was built"),
 }
 changes = pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES)
@@ -171,7 +171,7 @@ def test_what_is_no_change(method: overtone.Method) -> None:
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# -- models and optimisers that cannot be wrapped ----------------------------------------------------------------------
+# -- models and optimizers that cannot be wrapped ----------------------------------------------------------------------
 
 
 class Holds(nn.Module):
@@ -401,7 +401,7 @@ def huge(cluster: Cluster, value: float) -> None:
 
 @pytest.mark.parametrize("name", ["ddp", "demo"])
 def test_finite_gradients_whose_sum_overflows(name: str) -> None:
-    """Refused by all before the inner optimiser steps; under a scaler skipped by all alike."""
+    """Refused by all before the inner optimizer steps; under a scaler skipped by all alike."""
 
     def make(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Holds()

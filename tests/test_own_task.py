@@ -20,7 +20,7 @@ pytest.importorskip("tyro")
 from overtone.cli import arguments
 from overtone.errors import TaskError
 from overtone.runs import log
-from overtone.runs.loop import evaluate
+from overtone.runs.evaluate import evaluate
 from overtone.tasks import Task, TaskOptions, Tensors, load_task
 from overtone.tasks.text.hf_models import PRESETS
 from running import Ended, Warm

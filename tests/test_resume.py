@@ -163,7 +163,7 @@ CHAINS = {
         before("methods:Method.draining", rank=1, count=1),
         after("exchange.round:Exchanger._absorb", rank=0, step=24, count=2),
         before("methods:Method.draining", rank=1, count=2),
-        after("replica:Replica.show", rank=0),
+        after("exchange.round:Exchanger.show", rank=0),
         before("runs.session:Session._save", rank=0, step=24),
         Moment(SAVE_FILE, "half", rank=0, until=(file(24, 1),)),
         before("runs.checkpoint.format:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
@@ -310,7 +310,7 @@ def test_a_run_of_one_replica_goes_on_bit_for_bit(warm: Warm, flags: tuple[str, 
 def test_started_cold_as_a_user_does(trial: Trial, unbroken: Trial) -> None:
     """A process of its own for everything, imports and all."""
     cold = trial.on(starter=Cold())
-    cold.stopped_at(after("replica:Replica._verify", rank=1, step=8, until=saved(6)))
+    cold.stopped_at(after("exchange.round:compare_anchors", rank=1, step=8, until=saved(6)))
     assert_same(cold.finished(), unbroken)
 
 

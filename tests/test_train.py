@@ -116,7 +116,7 @@ def test_every_method_trains(name: str, small: Run) -> None:
 
 @pytest.mark.parametrize("inner", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-def test_every_optimiser_resumes_to_the_bit(inner: Any, schedule: Any, small: Run, tmp_path: Path) -> None:
+def test_every_optimizer_resumes_to_the_bit(inner: Any, schedule: Any, small: Run, tmp_path: Path) -> None:
     training = replace(small.training, inner=inner, schedule=schedule)
     whole = run(replace(small, training=training))
     cut = replace(small, out=tmp_path / "cut", training=training)
@@ -302,7 +302,7 @@ FORGED: dict[str, Any] = {
     "replica.ledger": [3, None, "x", {"rounds": 3}, {"rounds": ["x"] * 4}, {"other": [1, 2, 3, 4]}],
     "replica.counts": [3, None, {}, {"steps": -3, "rounds": 0, "steps_at_round": 0}],
     "replica.state": [3, None, {}],
-    "replica.description": [3, None, "x"],
+    "replica.about": [3, None, "x"],
 }
 
 

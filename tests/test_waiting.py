@@ -217,7 +217,7 @@ def test_a_frozen_replica_ends_the_run_with_the_true_cause(moment: Moment, trial
 @pytest.mark.slow
 def test_a_second_signal_ends_everything_at_once(trial: Trial) -> None:
     """Also where the replicas wait for one that is frozen, and can neither save nor stop."""
-    moment = before("replica:Replica._propose", rank=1, count=2, does="freeze")
+    moment = before("exchange.round:Exchanger.start", rank=1, count=2, does="freeze")
     with running(trial.on(starter=warm_starter()).start(moment=moment)) as live:
         wait_until(trial.note.exists, "the replica to freeze")
         pids = [int(p) for p in Path(f"/proc/{live.pid}/task/{live.pid}/children").read_text().split()]

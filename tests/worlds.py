@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOADED = ("torch._dynamo", "torch.testing", "numba", "pytest", "hypothesis", "overtone")  # every optimiser: dynamo
+PRELOADED = ("torch._dynamo", "torch.testing", "numba", "pytest", "hypothesis", "overtone")  # every optimizer: dynamo
 
 
 def _rank(

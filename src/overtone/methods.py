@@ -149,7 +149,7 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 # The meaning of each option of the methods, in one sentence. The command line takes its flags and their help from here
-# and from the signatures above. tests/test_settings.py checks that no option is missing.
+# and from the signatures above. tests/test_config.py checks that no option is missing.
 OPTIONS: dict[str, str] = {
     "every": "Local steps between two rounds (papers: H).",
     "keep": "Coefficients sent of each 64 x 64 chunk; smaller and larger chunks send in proportion to their area.",

@@ -125,7 +125,7 @@ def become(request: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     import torch
-    import torch._dynamo  # every optimiser loads it
+    import torch._dynamo  # every optimizer loads it
     import torch.utils.tensorboard
 
     for name in ("cli.train", "runs.launch", "runs.open_run", "tasks.text.task", *sys.argv[2:]):

@@ -181,7 +181,7 @@ def _complaint(rank: int, disputes: Mapping[int, Dispute]) -> str:
 NOT_AS_SENT = "They were broadcast and did not arrive as sent: suspect network or memory of the odd one out"
 APART = "The replicas no longer train one model: restart all of them from one checkpoint"
 UNLIKE_HOSTS = (
-    "Each host works them out with its own inner optimiser, so unlike hosts are the likely cause: another type of CPU "
+    "Each host works them out with its own inner optimizer, so unlike hosts are the likely cause: another type of CPU "
     "or another build of a library rounds differently, and would again after a restart. Use like hosts, or a method "
     "whose anchor does not depend on that, such as decoupled() or diloco(); on like hosts restart from one checkpoint"
 )

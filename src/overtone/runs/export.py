@@ -40,7 +40,7 @@ def export(
     loaded = load_task(config.task)
     model = loaded.model()
     replica = Replica(model, optimizers.build(model, config.training), config.choice.build(), Solo())
-    with format.reading(file, "model or optimiser"):
+    with format.reading(file, "model or optimizer"):
         format.restore(replica, tree)
     beside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)

@@ -171,7 +171,7 @@ def _flush(path: Path) -> None:
 
 
 def tree_of(replica: Replica) -> dict[str, Any]:
-    """Model, inner optimiser and exchange state of a replica. The tensors are references, not copies."""
+    """Model, inner optimizer and exchange state of a replica. The tensors are references, not copies."""
     return {
         "model": {**replica.parameters.all, **replica.buffers.named()},
         "inner": replica.inner.state_dict(),
@@ -190,12 +190,12 @@ def restore(replica: Replica, tree: Mapping[str, Any]) -> None:
             raise StateError(f"model: {name} is {tuple(tree['model'][name].shape)} in the saved state")
     for name, tensor in mine.items():
         tensor.copy_(tree["model"][name])
-    # An optimiser's state includes its options (weight decay and so on). The options of this run win.
+    # An optimizer's state includes its options (weight decay and so on). The options of this run win.
     options = [{key: value for key, value in g.items() if key != "params"} for g in replica.inner.param_groups]
     try:
         replica.inner.load_state_dict(tree["inner"])
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise StateError(f"the inner optimiser's saved state does not fit this one ({shortened(error)})") from error
+        raise StateError(f"the inner optimizer's saved state does not fit this one ({shortened(error)})") from error
     for group, own in zip(replica.inner.param_groups, options, strict=True):
         group.update(own)
 
@@ -207,7 +207,7 @@ def fold(paths: Sequence[Path], *, consensus: bool, rank: int) -> dict[str, Any]
     """The tree from which replica ``rank`` starts if the number of replicas has changed. ``paths`` are the files of all
     old replicas.
 
-    With consensus, every floating tensor of model, inner optimiser and exchange state becomes its mean over the old
+    With consensus, every floating tensor of model, inner optimizer and exchange state becomes its mean over the old
     replicas. Tensors that the replicas share (anchor, momentum, statistics) stay the same to the bit. Private tensors
     (residual, weights, inner moments) are averaged, so the mean of all weights and of all residuals is preserved.
     Everything else is taken from old rank ``rank % K``. Without consensus, the whole tree is.

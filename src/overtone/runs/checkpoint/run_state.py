@@ -49,7 +49,7 @@ class RunState:
             tree = format.fold(files, consensus=self.replica.method.consensus, rank=rank)
         with format.reading(own, "list of what is fixed"):
             self._refuse_other(tree["fixed"], folder.parent)
-        with format.reading(own, "model or optimiser"):
+        with format.reading(own, "model or optimizer"):
             format.restore(self.replica, tree)
         with format.reading(own, "position in the data"):
             self.feed.load_state_dict(tree["feed"])

@@ -206,7 +206,7 @@ def test_buffers_that_rest_travel_as_one_bit() -> None:
 
 @speaking_method
 def test_unused_parameters_stay_unused(method: Method) -> None:
-    """A parameter without a gradient on every replica must not be decayed by an optimiser that would skip it."""
+    """A parameter without a gradient on every replica must not be decayed by an optimizer that would skip it."""
     cluster = run_cluster(method, replicas=2, steps=4)
     for replica in cluster.replicas:
         assert torch.equal(replica.model.unused, torch.ones(3, 2))

@@ -79,7 +79,7 @@ class Flaky(Solo):
 
 @pytest.mark.parametrize("name", ["decoupled", "diloco", "local_sgd"])
 def test_a_round_that_broke_off_is_made_up_for(name: str) -> None:
-    """With one replica, step 1 and no momentum the weights follow the inner optimiser, whatever rounds do; a round that
+    """With one replica, step 1 and no momentum the weights follow the inner optimizer, whatever rounds do; a round that
     failed and came again must neither lose the drift nor count it twice."""
     method = METHODS[name]
     method = replace(method, rule=replace(method.rule, lr=1.0, momentum=0.0), drain=0)
