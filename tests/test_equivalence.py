@@ -167,7 +167,7 @@ def test_error_feedback_alone_is_sparse_loco() -> None:
             F.mse_loss(local(x), x[:, :3].sin()).backward()
             moved = [p.detach() - 0.05 * p.grad for p in local.parameters()]  # type: ignore[operator]
             start = [p.detach() for p in reference.parameters()]
-            drift = layout.read(start, torch.zeros_like(theta), minus=moved)
+            drift = layout.read([a - b for a, b in zip(start, moved, strict=True)], torch.zeros_like(theta))
             errors[rank] = 0.95 * errors[rank] + drift
             _, dense = encode_all(codec, errors[rank], layout)
             errors[rank] = errors[rank] - dense
