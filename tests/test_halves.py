@@ -162,6 +162,33 @@ def test_a_transport_may_refuse_at_the_commit(name: str) -> None:
             assert torch.allclose(a, b, atol=1e-6)
 
 
+class Interrupted(Solo):
+    """Ctrl-C while the replica waits in its next gather."""
+
+    left = 0
+
+    def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
+        if self.left:
+            self.left -= 1
+            raise KeyboardInterrupt
+        return super().gather(message, most=most, count=count)
+
+
+@pytest.mark.parametrize("name", DRIFT_METHODS)
+def test_an_interrupt_in_the_middle_of_a_round_takes_it_back(name: str) -> None:
+    """The replica can be saved, and the next round sends what this one would have sent."""
+    world = Interrupted()
+    replica = Replica(*build(0), METHODS[name](every=1), world)
+    gradients(replica, torch.Generator().manual_seed(0))
+    world.left = 1
+    with pytest.raises(KeyboardInterrupt):
+        replica.step()
+    moved = torch.cat([(a - b).view(-1) for a, b in zip(build(0)[0].parameters(), weights(replica), strict=True)])
+    assert torch.allclose(owed(replica).norm(), moved.norm(), rtol=1e-4)
+    assert replica.state_dict()["counts"] == {"steps": 1, "rounds": 0, "steps_at_round": 0}
+    assert run_exchange(replica.rounding(), world).index == 0
+
+
 def test_halves_out_of_order_are_refused() -> None:
     replica = Replica(*build(0), overtone.decoupled(every=1), Solo())
     gradients(replica, torch.Generator().manual_seed(0))

@@ -153,6 +153,8 @@ def run_exchange(exchange: Exchange[T], transport: Transport, phase: str = "roun
     except StopIteration as end:
         value: T = end.value
         return value
+    finally:
+        exchange.close()  # an interrupt, such as Ctrl-C, has not reached the exchange yet
 
 
 def counted(exchange: Exchange[T], total: Count) -> Exchange[T]:
@@ -171,6 +173,8 @@ def counted(exchange: Exchange[T], total: Count) -> Exchange[T]:
     except StopIteration as end:
         value: T = end.value
         return value
+    finally:
+        exchange.close()
 
 
 class AlwaysCommits:

@@ -25,7 +25,7 @@ from overtone.coding import fingerprint
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, kernels_for
 from overtone.coding.layout import Layout, part_of
-from overtone.errors import GaveUpError, MethodError, NotFiniteError, OvertoneError, StateError, printable
+from overtone.errors import GaveUpError, MethodError, NotFiniteError, StateError, printable
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
 from overtone.exchange.gathered import Gathered
@@ -211,7 +211,7 @@ class Exchanger:
             if received.not_finite is not None and not self._may_skip(pending.inner_step):
                 raise self._overflowing_sum(received.not_finite)
             yield Commit(self.state.rounds)
-        except OvertoneError:
+        except BaseException:  # an interrupt too: the replica can go on, or be saved, as if the round had never begun
             self.state.under_way = False
             # The residual now contains this drift, so the drift must not be measured a second time.
             if pending.work.withdraw(self.state.tensors, pending.contribution.blocks):
