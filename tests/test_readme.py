@@ -118,7 +118,7 @@ def test_the_tree_names_every_flat_file_and_every_folder() -> None:
 def test_the_files_to_read_first_exist() -> None:
     (sentence,) = [text for text in README.split("\n\n") if text.startswith("Read these five")]
     found = re.findall(r"`([\w/]+\.py)`", sentence)
-    assert len(found) == 8  # five, and three side trips
+    assert len(found) == 7  # five, and two side trips
     for name in found:
         assert (ROOT / "src" / "overtone" / name.removeprefix("src/overtone/")).is_file(), name
 
