@@ -45,8 +45,8 @@ class Gathered:
             except WireError as error:
                 inbox.refused[rank] = str(error)
         seconds = time.perf_counter() - begin
-        # All ranks compare what they read (consensus.py). Either the same ranks are left out everywhere, most often none,
-        # or every rank raises the same error.
+        # All ranks compare what they have read (consensus.py). Either the same ranks are left out everywhere, most
+        # often none, or every rank raises the same error.
         left_out = yield from agree(inbox, mine.header, expected, context.seal, context.refused)
         counted = {rank: message for rank, message in inbox.messages.items() if rank not in left_out}
         headers = [message.header for message in counted.values()]
