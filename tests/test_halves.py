@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -187,6 +189,67 @@ def test_an_interrupt_in_the_middle_of_a_round_takes_it_back(name: str) -> None:
     assert torch.allclose(owed(replica).norm(), moved.norm(), rtol=1e-4)
     assert replica.state_dict()["counts"] == {"steps": 1, "rounds": 0, "steps_at_round": 0}
     assert run_exchange(replica.rounding(), world).index == 0
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["codec.TopK.encode", "rules.Outer.sent", "rules.Outer.absorb"])
+def test_an_interrupt_that_leaves_the_state_half_moved_is_told(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is saved or exchanged from such a state, on any rank, until a saved one is loaded."""
+    replica = Replica(*build(0), overtone.decoupled(every=1), Solo())
+    saved = copy.deepcopy(replica.state_dict())
+    gradients(replica, torch.Generator().manual_seed(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(f"overtone.{where}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            replica.step()
+    with pytest.raises(PeerError, match="rank 0 could not take part: round 0 was interrupted on this replica"):
+        run_exchange(replica.rounding(), replica.transport)
+    with pytest.raises(StateError, match="round 0 was interrupted"):
+        replica.state_dict()
+    replica.load_state_dict(saved)
+    gradients(replica, torch.Generator().manual_seed(0))
+    assert replica.step() is not None
+
+
+class Failing(torch.optim.SGD):
+    fails = False
+
+    def step(self, *args: object) -> None:  # type: ignore[override]
+        if self.fails:
+            raise RuntimeError("out of memory")
+        super().step(*args)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["ddp", "demo"])
+def test_an_inner_step_that_fails_does_not_lock_the_replica(name: str) -> None:
+    model, _ = build(0)
+    inner = Failing(model.parameters(), lr=0.1)
+    replica = Replica(model, inner, METHODS[name](), Solo())
+    inner.fails = True
+    gradients(replica, torch.Generator().manual_seed(0))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        replica.step()
+    inner.fails = False
+    gradients(replica, torch.Generator().manual_seed(0))
+    assert replica.step() is not None
+    assert replica.state_dict()["counts"]["rounds"] == 1
+
+
+def test_a_transport_that_lacks_something_is_refused_by_name() -> None:
+    class Older:
+        rank, size, ledger, peers = 0, 1, overtone.Ledger(), (0,)
+
+        def gather(self, message: bytes, *, most: int | None) -> list[bytes]:  # noqa: ARG002
+            return [message]
+
+        def sum(self, buffer: Tensor, *, count: Count) -> Tensor:  # noqa: ARG002
+            return buffer
+
+    with pytest.raises(MethodError, match=r"has no broadcast, commit, gather\(count=\); give Solo\(\)"):
+        Replica(*build(0), overtone.decoupled(), Older())  # type: ignore[arg-type]
 
 
 def test_halves_out_of_order_are_refused() -> None:

@@ -80,7 +80,7 @@ else:
         return value
 
     def __dir__():
-        return sorted({*globals(), *__all__, *_MODULES})
+        return sorted(__all__)
 
 
 __all__ = [

@@ -29,7 +29,7 @@ from overtone.exchange.round import Exchanger
 from overtone.exchange.state import ExchangeState, Shared
 from overtone.ledger import Round
 from overtone.methods import Method, decoupled
-from overtone.transport import Broadcast, Exchange, Transport, is_transport, run_exchange
+from overtone.transport import Broadcast, Exchange, Transport, lacking, run_exchange
 from overtone.world.join import connect
 
 
@@ -60,8 +60,11 @@ class Replica:
     ) -> None:
         if not isinstance(method, Method | None):
             raise MethodError(f"method={method!r}: give a Method, such as overtone.decoupled(every=64)")
-        if transport is not None and not is_transport(transport):
-            raise MethodError(f"transport={transport!r}: give Solo(), Torch(group), or None for the world at hand")
+        if transport is not None and (missing := lacking(transport)):
+            raise MethodError(
+                f"transport={transport!r}: has no {', '.join(missing)}; give Solo(), Torch(group), one of your own "
+                "with all that overtone.transport.Transport asks for, or None for the world at hand"
+            )
         self.parameters = Parameters(model, inner)
         self.buffers = Buffers(model, buffers)
         self._model, self._inner = model, inner

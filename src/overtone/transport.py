@@ -12,6 +12,7 @@ world/process_group.py.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -64,12 +65,17 @@ class Transport(Protocol):
         ...
 
 
-VERBS = ("rank", "size", "ledger", "peers", "gather", "sum", "broadcast", "commit")
+PARTS = ("rank", "size", "ledger", "peers", "gather", "sum", "broadcast", "commit")
 
 
-def is_transport(thing: object) -> bool:
-    """True if the object has every attribute of a `Transport`."""
-    return all(hasattr(thing, name) for name in VERBS)
+def lacking(thing: object) -> list[str]:
+    """The parts of a transport that a thing does not have."""
+    missing = [name for name in PARTS if not hasattr(thing, name)]
+    for verb in ("gather", "sum", "broadcast"):
+        parameters = inspect.signature(getattr(thing, verb)).parameters if verb not in missing else {"count": None}
+        if "count" not in parameters and not any(p and p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            missing.append(f"{verb}(count=)")
+    return missing
 
 
 # -- exchanges -----------------------------------------------------------------------------------------------------

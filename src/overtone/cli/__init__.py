@@ -25,6 +25,9 @@ def main() -> None:
             run, flags = arguments.parse(sys.argv[1:])
             run(flags)
     except OvertoneError as error:
+        if isinstance(error.__cause__, BrokenPipeError):  # of a pager or `head` that has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes
+            sys.exit(1)
         _end(error)
     except KeyboardInterrupt:
         sys.exit("overtone: interrupted")

@@ -76,11 +76,14 @@ def _with_new_names(arguments: Sequence[str]) -> list[str]:
     """The same arguments with the present name of every flag that had another name in an earlier version."""
     from overtone.runs.toml import RENAMED  # here, because it imports torch
 
+    given = {argument.partition("=")[0] for argument in arguments}
     found = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         renamed = flag.startswith("--") and name in RENAMED
+        if renamed and (present := f"--{RENAMED[name].replace('_', '-')}") in given:
+            raise ConfigError(f"{flag}: the former name of {present}, which is given too; {present} is enough")
         found.append(f"--{RENAMED[name].replace('_', '-')}{equals}{value}" if renamed else argument)
     return found
 

@@ -41,6 +41,8 @@ from overtone.methods import Method
 from overtone.rules import Rule, State
 from overtone.transport import Commit, Exchange, Transport, counted
 
+INTERRUPTED = "round {index} was interrupted on this replica, and part of its state has moved; go on from a checkpoint"
+
 
 class MeanOf(Protocol):
     """A function that computes the mean of all payloads for one slab. It may use ``out`` as scratch."""
@@ -158,7 +160,7 @@ class Exchanger:
         begin = time.perf_counter()
         row = method or self.method
         if self.state.under_way:
-            raise StateError("start: a round is under way already; finish it first")
+            raise StateError("start: a round is under way already; finish it, or load a saved state")
         header = self.header(Kind.ROUND if method is None else Kind.DRAIN)
         sources = self.signal.measure(overlapped=overlapped)
         # `why` is the reason if this replica cannot take part. An overflow under a GradScaler is no failure.
@@ -184,6 +186,10 @@ class Exchanger:
                 # already. They need no repair: with such a residual no further round is possible.
                 why = self.state.broken = self.parameters.overflow(error.tensor, steps)
                 mine = Contribution(replace(header, kind=Kind.FAILURE), row.codec, why=why)
+            except BaseException:  # Ctrl-C, or no memory: some slabs have taken up the signal, others have not
+                if "residual" in self.state.tensors or not row.codec.lossless:
+                    self.state.broken = INTERRUPTED.format(index=self.state.rounds)
+                raise
         seconds = time.perf_counter() - begin
         pending = Pending(work, mine, inner_step, sources, steps, norms, seconds)
         pending.exchange = counted(self._exchange(pending), pending.count)
@@ -251,13 +257,18 @@ class Exchanger:
         received = pending.received
         if received is None:
             raise StateError("finish: the round's exchange is not over; carry it by run_exchange() first")
+        self.state.under_way = False  # the exchange is over, whatever happens from here on
         begin = time.perf_counter()
         abstained = received.not_finite is not None or any(h.kind is Kind.ABSTAIN for h in received.headers)
         # No receiver counted this replica's payload in either case.
         if abstained or self.transport.rank in received.left_out:
             pending.work.withdraw(self.state.tensors, pending.contribution.blocks)
         if not abstained:
-            self._absorb(pending, received)
+            try:
+                self._absorb(pending, received)
+            except BaseException:  # some slabs have moved, others have not
+                self.state.broken = INTERRUPTED.format(index=self.state.rounds)
+                raise
         seconds = time.perf_counter() - begin + received.seconds
         if abstained:
             pending.inner_step.skip()
@@ -297,7 +308,6 @@ class Exchanger:
         )
         state.rounds += 1
         state.steps_at_round = pending.steps
-        state.under_way = False
         return record
 
     # -- parts -----------------------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ def save(
     """The saved form of a state. Tensors are references."""
     if state.under_way:
         raise StateError("state_dict: in the middle of a round nothing is settled; save after it")
+    if state.broken:
+        raise StateError(f"state_dict: {state.broken}")
     saved = {
         "about": dict(description),
         "counts": state.counts(),
@@ -85,7 +87,7 @@ def restore(
     for name, count in counts.items():
         setattr(state, name, count)
     ledger.load_state_dict(saved["ledger"])
-    state.broken = ""
+    state.broken, state.under_way = "", False
 
 
 def _pairs(

@@ -150,13 +150,10 @@ def _format(record: Record, where: str) -> int:
     """The format of the session that this event begins; refused if this version cannot read it."""
     found = record.get("format", 0)
     if type(found) is not int or found not in READABLE:
-        environment = record.get("environment")
-        version = environment.get("overtone") if isinstance(environment, dict) else None
-        writer = f"overtone {shortened(version)}" if version else "the version of overtone that wrote it"
         known = " and ".join(map(str, READABLE))
         raise RunLogError(
             f"{where}: run log of format {shortened(found)}; overtone {__version__} reads formats {known}. "
-            f"Use {writer}, or make the run again"
+            "Use the version of overtone that wrote it, or make the run again"
         )
     return found
 
