@@ -240,7 +240,9 @@ def test_arguments_of_another_kind() -> None:
     ):
         with pytest.raises(ModelError, match=told):
             Replica(model_given, inner_given, transport=Solo())  # type: ignore[arg-type]
-    with pytest.raises(MethodError, match=r"transport='gloo': give Solo\(\), Torch\(group\), or None"):
+    with pytest.raises(
+        MethodError, match=r"transport='gloo': has no rank, .*; give Solo\(\), Torch\(group\), one of your own"
+    ):
         Replica(model, inner, overtone.decoupled(), "gloo")  # type: ignore[arg-type]
     replica = Replica(model, inner, overtone.decoupled(every=1), Solo())
     backward(replica, next(batches(0)))

@@ -223,7 +223,7 @@ def test_a_format_that_nobody_knows_is_refused_in_words(number: Any, tmp_path: P
                 read(run)
             words = str(refused.value)
             assert f"run.jsonl: line {len(lines)}: run log of format {number!r}; overtone " in words
-            assert "reads formats 0 and 1. Use overtone '9.9', or make the run again" in words
+            assert "reads formats 0 and 1. Use the version of overtone that wrote it, or make the run again" in words
 
 
 def test_a_run_whose_log_has_another_format_is_not_resumed(text: str, tmp_path: Path) -> None:
