@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
+import pytest
 import torch
 from torch import nn
 
@@ -55,6 +56,7 @@ def changes(passed: list[tuple[str, str]]) -> int:
     return sum(before != after for (before, _), (after, _) in itertools.pairwise(passed))
 
 
+@pytest.mark.slow
 def test_a_round_can_be_followed(tmp_path: Path) -> None:
     for result in worlds.run(walk, size=2, folder=tmp_path):
         passed = [(file, name) for file, name in result["value"]]
