@@ -6,30 +6,27 @@ backward → replica.step → inner step; if no round is due, return
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from overtone.coding import fingerprint
 from overtone.errors import MethodError, ModelError, StateError
 from overtone.exchange import state
 from overtone.exchange.buffers import Buffers
-from overtone.exchange.consensus import compare_anchors, compare_last_weights
+from overtone.exchange.closing import closing
 from overtone.exchange.description import describe, schema_of
 from overtone.exchange.handshake import Handshake
 from overtone.exchange.inner_step import Closure, InnerStep
-from overtone.exchange.message import MOST_REPLICAS, Kind, Seal
+from overtone.exchange.message import MOST_REPLICAS, Seal
 from overtone.exchange.parameters import Parameters
-from overtone.exchange.pattern import Contribution, Received
 from overtone.exchange.round import Exchanger
 from overtone.exchange.state import ExchangeState, Shared
 from overtone.ledger import Round
 from overtone.methods import Method, decoupled
-from overtone.transport import Broadcast, Exchange, Transport, lacking, run_exchange
+from overtone.transport import Exchange, Transport, lacking, run_exchange
 from overtone.world.join import connect
 
 
@@ -74,11 +71,16 @@ class Replica:
             raise MethodError(f"transport: {self.transport.size} replicas; a message can name {MOST_REPLICAS}")
         self._seal = Seal.with_key(key)
         self._refused = refused
-        self.exchanger = Exchanger(
-            self.method, self.parameters, self.buffers, self.transport, self._seal, refused=refused
-        )
         self.description = describe(self.method, self.parameters.all, self.buffers, refused)
-        self.exchanger.schema = schema_of(self.description)
+        self.exchanger = Exchanger(
+            self.method,
+            self.parameters,
+            self.buffers,
+            self.transport,
+            seal=self._seal,
+            schema=schema_of(self.description),
+            refused=refused,
+        )
         # Each local step replaces it. After a checkpoint was loaded, `finish` may start a round before any local step.
         self._inner_step = InnerStep(inner, self.parameters.exchanged)
         self._showing_anchor = False
@@ -253,45 +255,10 @@ class Replica:
             # All replicas now take the anchor as their weights, so the rest of the residual is dropped.
             self.state.tensors["residual"].zero_()
         if self.method.consensus:
-            yield from self._closing()
+            yield from closing(self.exchanger)
         else:
             self._refuse_changes("finish")  # no peer waits for this replica, so it may raise alone
         return rounds
-
-    def _closing(self) -> Exchange[None]:
-        """The last messages: they make sure that all replicas hold the same model.
-
-        If the models differ, all replicas take over the first replica's. They can differ for two reasons. Hosts that
-        round D⁻¹ differently (another type of CPU, another library) get other weights from the same anchor. Frozen
-        parameters and statistics may have changed on one replica since they were last equal.
-        """
-        on_weights = "anchor" in self.state.tensors
-        anchor, weights = self.exchanger.anchor_tensors(), self.parameters.tensors
-        if on_weights and not self._changes():
-            self.exchanger.show(self.state.tensors["anchor"])
-        # Integer buffers are not here: every header has their fingerprint.
-        rest = [*self.parameters.frozen, *self.buffers.float_tensors()]
-        received = yield from self._last_message([*anchor, *weights, *rest] if on_weights else [*weights, *rest])
-        # The usual case: one message with the fingerprint of everything is enough.
-        if _are_equal(received):
-            return
-        # Anchors must be equal on all hosts. If they are not, this is an error that a broadcast would only hide.
-        received = yield from self._last_message(anchor)
-        compare_anchors(self.rounds, _anchors(received), of_weights=not on_weights)
-        received = yield from self._last_message(rest)
-        yield Broadcast(weights if _are_equal(received) else [*weights, *rest])
-        self.exchanger.signal.begin()
-        self.buffers.remember()
-        # Verify that the broadcast arrived as it was sent.
-        received = yield from self._last_message([*weights, *rest])
-        compare_last_weights(_anchors(received))
-
-    def _last_message(self, tensors: Sequence[Tensor]) -> Exchange[Received]:
-        """Exchange a last message. It has the fingerprint of these tensors in the place of the anchor's."""
-        why = self._changes()
-        header = self.exchanger.header(Kind.FAILURE if why else Kind.FINISH)
-        header = replace(header, anchor=fingerprint.of_tensors(tensors))
-        return (yield from self.exchanger.carry(Contribution(header, self.method.codec, why=why)))
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -328,16 +295,12 @@ class Replica:
         """The tensors that `anchor` replaces or that an evaluation may change."""
         return [*(self.parameters.tensors if "anchor" in self.state.tensors else []), *self.buffers.tensors()]
 
-    def _changes(self) -> str:
-        """How the model or the optimizer has changed since the replica was built. Empty if neither has."""
-        return self.parameters.changed() or self.buffers.changed()
-
     def _refuse_changes(self, verb: str) -> None:
         """Raise an error on this rank if the model or the optimizer has changed.
 
         This is for calls without an exchange. The peers are told in the next exchange.
         """
-        if why := self._changes():
+        if why := self.exchanger.changes():
             raise ModelError(f"{verb}: {why}")
 
     def _refuse_at_anchor(self, verb: str, do: str) -> None:
@@ -345,11 +308,3 @@ class Replica:
             raise StateError(
                 f"{verb}: inside `with replica.anchor()` the weights are not the replica's own; {do} after leaving it"
             )
-
-
-def _are_equal(received: Received) -> bool:
-    return len(set(_anchors(received).values())) == 1 and not received.left_out
-
-
-def _anchors(received: Received) -> dict[int, bytes]:
-    return {header.sender: header.anchor for header in received.headers}

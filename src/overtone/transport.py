@@ -71,9 +71,9 @@ PARTS = ("rank", "size", "ledger", "peers", "gather", "sum", "broadcast", "commi
 def lacking(thing: object) -> list[str]:
     """The parts of a transport that a thing does not have."""
     missing = [name for name in PARTS if not hasattr(thing, name)]
-    for verb in ("gather", "sum", "broadcast"):
-        parameters = inspect.signature(getattr(thing, verb)).parameters if verb not in missing else {"count": None}
-        if "count" not in parameters and not any(p and p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    for verb in sorted({"gather", "sum", "broadcast"} - {*missing}):
+        kinds = {name: p.kind for name, p in inspect.signature(getattr(thing, verb)).parameters.items()}
+        if "count" not in kinds and inspect.Parameter.VAR_KEYWORD not in kinds.values():
             missing.append(f"{verb}(count=)")
     return missing
 

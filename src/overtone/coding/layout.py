@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ from overtone.coding.chunks import Patch, Slab, matrix_shape, slabs_of
 def part_of(flat: Tensor, slab: Slab) -> Tensor:
     """A slab's part of a flat vector, as (chunks, area)."""
     return flat[slab.offset : slab.offset + slab.size].view(slab.chunks, slab.area)
+
+
+def parts_of(vectors: Mapping[str, Tensor], slab: Slab) -> dict[str, Tensor]:
+    """A slab's part of several flat vectors, by name."""
+    return {name: part_of(vector, slab) for name, vector in vectors.items()}
 
 
 class Layout:

@@ -24,7 +24,7 @@ from overtone.codec import Block, Codec, Payload
 from overtone.coding import fingerprint
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, kernels_for
-from overtone.coding.layout import Layout, part_of
+from overtone.coding.layout import Layout, parts_of
 from overtone.errors import GaveUpError, MethodError, NotFiniteError, StateError, printable
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
@@ -86,7 +86,7 @@ class SlabWork:
             signal = replace(layout.read_slab(slab, plus, minus, self.device), scale=scale)
             # Taken before the transform, which is orthonormal and does not change a norm.
             norms.append(torch.linalg.vector_norm(signal.values) / scale)
-            here = {name: part_of(vector, slab) for name, vector in state.items()}
+            here = parts_of(state, slab)
             block, decoded = self.codec.encode(self.rule.accumulate(here, signal), slab, self.kernels)
             # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is refused.
             self.rule.sent(here, decoded)
@@ -99,7 +99,7 @@ class SlabWork:
         matrices = layout.matrices(targets)
         for slab in layout.slabs:
             mean = mean_of(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
-            here = {name: part_of(vector, slab) for name, vector in state.items()}
+            here = parts_of(state, slab)
             layout.write_slab(slab, self.rule.absorb(here, mean), matrices)
         for matrix, target in zip(matrices, targets, strict=True):
             # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.
@@ -114,7 +114,7 @@ class SlabWork:
         kept = False
         # Not strict: a replica that could not encode has no blocks.
         for slab, block in zip(self.layout.slabs, blocks, strict=False):
-            here = {name: part_of(vector, slab) for name, vector in state.items()}
+            here = parts_of(state, slab)
             kept |= self.rule.withdraw(here, self.codec.decode_own(block, slab, self.kernels))
         return kept
 
@@ -128,8 +128,9 @@ class Exchanger:
         parameters: Parameters,
         buffers: Buffers,
         transport: Transport,
-        seal: Seal,
         *,
+        seal: Seal,
+        schema: bytes,
         refused: str,
     ) -> None:
         self.method = method
@@ -137,7 +138,7 @@ class Exchanger:
         self.buffers = buffers
         self.transport = transport
         self.state = ExchangeState()
-        self.schema = NOBODY
+        self.schema = schema
         self.layout = method.codec.layout([p.shape for p in parameters.exchanged])
         self.signal = method.signal(parameters)
         self._signal_name = method.signal.__name__.lower()
@@ -326,6 +327,10 @@ class Exchanger:
         sources = self.signal.measure()
         self.layout.write(coeffs, sources.targets)
         self.signal.answer(sources)
+
+    def changes(self) -> str:
+        """How the model or the optimizer has changed since the replica was built. Empty if neither has."""
+        return self.parameters.changed() or self.buffers.changed()
 
     def _may_skip(self, inner_step: InnerStep) -> bool:
         """True if an overflow is no failure: under a `GradScaler`, all replicas then skip the step."""
