@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from overtone.cli.plan import bits_of
 from overtone.codec import BITS, Dense, TopK, encode_values, mean, open_values
 from overtone.coding.bits import Reader
 from overtone.coding.kernels import Kernels, in_numba, in_torch, kernels_for
@@ -137,7 +136,7 @@ def test_a_message_is_within_six_percent_of_the_bound(keep: int, bits: int, nois
     payload, _ = encode_all(codec, noise, layout, in_numba)
     message = sealed(payload)
     assert len(message) == len(payload) + wire.HEADER_BYTES + 4
-    bound = sum(bits_of(codec, slab) for slab in layout.slabs) / 8
+    bound = sum(map(codec.bits_of, layout.slabs)) / 8
     assert bound <= len(message) <= 1.06 * bound
 
 

@@ -565,7 +565,7 @@ def test_reasons_and_introductions_of_peers_are_printable(monkeypatch: pytest.Mo
     header = Header(Kind.DISPUTE, 0, 0, 0, bytes(8), bytes(8), bytes(8), bytes(8))
     dispute = _read_dispute(Message(header, b'{"marks": {"0": "\\u001b"}, "refused": {"1": "\\u001b[2J"}}', b""))
     assert dispute.refused[1].isprintable()
-    assert dispute.seals[0].isprintable()
+    assert dispute.marks[0].isprintable()
 
 
 def test_the_gradient_that_nobody_has_stays_none() -> None:

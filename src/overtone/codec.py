@@ -8,9 +8,11 @@ Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -49,7 +51,8 @@ class Block:
 class Decoded:
     """The contribution of one payload to a slab: (c, k) values, and the position of each value in its chunk.
 
-    An ``index`` of None means that all values of a chunk are present, in order.
+    An ``index`` of None means that all values of a chunk are present, in order. Where chunks have different numbers of
+    values, the slab counts as one long chunk: (1, n) values, and positions among all values of the slab.
     """
 
     index: Tensor | None  # (c, k) int64, ascending
@@ -62,7 +65,7 @@ class Decoded:
         if self.index is None:
             here.add_(values.to(here.device))
         else:
-            self.kernels.add(here, self.index, values)
+            self.kernels.add(here.view(len(self.index), -1), self.index, values)
 
 
 Values = Callable[[], Tensor]
@@ -105,6 +108,10 @@ class Codec(Protocol):
         """The number of bits of each value that is sent of the slab."""
         ...
 
+    def bits_of(self, slab: Slab) -> int:
+        """About the least number of bits of a block of this slab."""
+        ...
+
     def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:
         """Return the block of a slab's coefficients (c, a), and the values that receivers will decode from it."""
         ...
@@ -144,6 +151,9 @@ class Dense:
 
     def width(self, slab: Slab) -> int:  # noqa: ARG002
         return 32
+
+    def bits_of(self, slab: Slab) -> int:
+        return 32 * slab.size
 
     def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:  # noqa: ARG002
         sent = coeffs.clone()
@@ -223,6 +233,14 @@ class TopK:
         """The number of bits of each value that is sent. Plain slabs have 16 at least."""
         return max(self.bits, 16) if slab.plain else self.bits
 
+    def bits_of(self, slab: Slab) -> int:
+        """log2 C(a, k) for the positions of each chunk, k · bits for its values, 16 for its scale.
+
+        Messages are within 6 % of it if less than half of a chunk is kept: tests/test_codec.py.
+        """
+        k, width = self.kept(slab), self.width(slab)
+        return slab.chunks * (position_bits(slab.area, k) + k * width + (16 if width < 16 else 0))
+
     def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:
         k, width = self.kept(slab), self.width(slab)
         try:
@@ -247,6 +265,18 @@ class TopK:
     def _open(self, reader: Reader, slab: Slab, kernels: Kernels) -> tuple[Tensor | None, Values]:
         k, where = self.kept(slab), f"chunks of {slab.h}x{slab.w}"
         return open_values(reader, (slab.chunks, k), self.width(slab), where, kernels, slab.area)
+
+
+@lru_cache(maxsize=1024)
+def position_bits(area: int, k: int) -> int:
+    """The least number of bits for k of ``area`` positions: log2 C(area, k), rounded up.
+
+    It is computed in whole numbers, so that all replicas find the same. The exact number takes long for a large area;
+    then this is about the length of a Rice code.
+    """
+    if area <= FULL_CHUNK:
+        return (math.comb(area, k) - 1).bit_length()
+    return 0 if k == area else k * ((area // k).bit_length() + 1)
 
 
 def check_payload(codec: Codec, reader: Reader, layout: Layout, kernels: Kernels = in_torch) -> None:
@@ -287,11 +317,7 @@ def encode_values(
         step, codes, far = kernels.quantize(values, bits)
         # Decoded from the bf16 step that is sent, so that the sender and the receivers hold the same values.
         decoded = grid(codes, step, bits)
-        data = tensor_bytes(step) + kernels.pack_codes(codes, bits) + far.numel().to_bytes(4, "little")
-        if far.numel():
-            exact = values.reshape(-1)[far].clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
-            decoded.view(-1)[far] = exact.float()
-            data += kernels.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
+        data = tensor_bytes(step) + kernels.pack_codes(codes, bits) + pack_exceptions(values, decoded, far, kernels)
     if index is not None:
         data = kernels.pack_positions(index, coeffs.shape[1]) + data
     return data, decoded, index
@@ -314,20 +340,12 @@ def open_values(
         dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
         given = reader.finite(c * k, dtype, what)
         return index, lambda: given.to(torch.float32).view(shape)
-    step = reader.tensor(c, torch.bfloat16, f"scales, {where}").float()
-    most = largest_step(bits, torch.float32)
-    low, high = torch.aminmax(step)
-    if not (float(low) >= 0.0 and float(high) <= most):  # NaN fails both comparisons
-        raise WireError(f"scales, {where}: not all from 0 to {most:.3g}; the message is corrupt")
+    step = open_steps(reader, c, bits, where)
     codes = reader.take(field_bytes(c * k, bits), what)
-    what = f"exceptions, {where}"
-    count = reader.number(4, what)
-    if count > c * k:  # checked before any memory is reserved for so many
-        raise WireError(f"{what}: {count} of {c * k} values; the message is corrupt")
-    if not count:
+    exceptions = open_exceptions(reader, c * k, where, kernels)
+    if exceptions is None:
         return index, lambda: kernels.unpack_grid(codes, step, k, bits)
-    far = kernels.unpack_positions(reader, (1, count), c * k, what).view(-1)
-    exact = reader.finite(count, torch.bfloat16, what).float()
+    far, exact = exceptions
 
     def values() -> Tensor:
         decoded = kernels.unpack_grid(codes, step, k, bits)
@@ -335,6 +353,38 @@ def open_values(
         return decoded
 
     return index, values
+
+
+def open_steps(reader: Reader, c: int, bits: int, where: str) -> Tensor:
+    """Read the steps of c grids, as fp32."""
+    step = reader.tensor(c, torch.bfloat16, f"scales, {where}").float()
+    most = largest_step(bits, torch.float32)
+    low, high = torch.aminmax(step)
+    if not (float(low) >= 0.0 and float(high) <= most):  # NaN fails both comparisons
+        raise WireError(f"scales, {where}: not all from 0 to {most:.3g}; the message is corrupt")
+    return step
+
+
+def open_exceptions(reader: Reader, n: int, where: str, kernels: Kernels) -> tuple[Tensor, Tensor] | None:
+    """Read the exceptions among n values: their places and the values themselves. None if there are none."""
+    what = f"exceptions, {where}"
+    count = reader.number(4, what)
+    if count > n:  # checked before any memory is reserved for so many
+        raise WireError(f"{what}: {count} of {n} values; the message is corrupt")
+    if not count:
+        return None
+    far = kernels.unpack_positions(reader, (1, count), n, what).view(-1)
+    return far, reader.finite(count, torch.bfloat16, what).float()
+
+
+def pack_exceptions(values: Tensor, decoded: Tensor, far: Tensor, kernels: Kernels) -> bytes:
+    """The exceptions at the places ``far`` of a list of values: their bytes. ``decoded`` gets what they decode to."""
+    data = far.numel().to_bytes(4, "little")
+    if far.numel():
+        exact = values.reshape(-1)[far].clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
+        decoded.view(-1)[far] = exact.float()
+        data += kernels.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
+    return data
 
 
 def mean(decoded: Iterable[Decoded], count: int, out: Tensor, *, over_senders: bool) -> Tensor:

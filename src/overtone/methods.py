@@ -11,12 +11,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from overtone.codec import Codec, Dense, TopK
+from overtone.codec import FULL_CHUNK, Codec, Dense, TopK
 from overtone.errors import MethodError
 from overtone.exchange.signals import Drift, Gradient, Signal, Silence
 from overtone.rules import DeMo, Mean, Outer, Published, Rule
 
 MOST_EVERY = 10**12
+EXCHANGES = ("auto", "gathered", "sharded")
 MOST_DRAIN = 1024  # each draining message is dense; twelve of them remove most of the residuals
 
 
@@ -30,6 +31,9 @@ class Method:
     rule: Rule
     codec: Codec
     drain: int = 0  # dense one-bit messages that `finish` sends to empty the residuals
+    delay: int = 0  # local steps from the start of a round until its answer is absorbed
+    exchange: str = "gathered"  # how messages meet: "gathered", "sharded", or "auto", the cheaper one
+    keep_down: int | None = None  # if sharded: `keep` of the owners' letters; None: exchange/choice.py chooses it
 
     def __post_init__(self) -> None:
         # `type(...) is int`, not `isinstance`: True and False are refused.
@@ -47,6 +51,54 @@ class Method:
                 "codec does"
             )
 
+        self._check_delay()
+        self._check_exchange()
+
+    def _check_delay(self) -> None:
+        most = 0 if self.every is None or not self.signal.keeps_start else self.every
+        if type(self.delay) is int and 0 <= self.delay <= most:
+            return
+        if self.delay and not self.signal.keeps_start:
+            raise MethodError(
+                f"delay={self.delay!r}: {self.name} exchanges no drift, so the inner step must wait for the answer; "
+                "only methods that exchange the drift of weights can train on meanwhile"
+            )
+        raise MethodError(
+            f"delay={self.delay!r}: local steps until a round is absorbed, a whole number from 0 to every={self.every}"
+        )
+
+    def _check_exchange(self) -> None:
+        if self.exchange not in EXCHANGES:
+            raise MethodError(f"exchange={self.exchange!r}: choose one of {', '.join(EXCHANGES)}")
+        if self.exchange != "gathered" and not self.may_shard:
+            raise MethodError(
+                f"exchange={self.exchange!r}: {self.name} cannot be sharded; only the Outer rule on the drift, with a "
+                "TopK codec, can"
+            )
+        if self.keep_down is None:
+            return
+        if self.exchange == "gathered":
+            raise MethodError(
+                f"keep_down={self.keep_down!r}: gathered messages have no owners and no letters; use exchange='sharded'"
+            )
+        if not (type(self.keep_down) is int and 1 <= self.keep_down <= FULL_CHUNK):
+            raise MethodError(
+                f"keep_down={self.keep_down!r}: coefficients of each {FULL_CHUNK} in an owner's letter; use 1 to "
+                f"{FULL_CHUNK}"
+            )
+
+    @property
+    def may_shard(self) -> bool:
+        """True if owners can average parts for all: they must know the divisor, and senders must be able to owe."""
+        drifts = self.signal.keeps_start and self.every is not None
+        return drifts and isinstance(self.codec, TopK) and isinstance(self.rule, Outer)
+
+    @property
+    def lossless(self) -> bool:
+        """True if every round applies all that was sent, so that no replica ever owes anything."""
+        passed_on = self.exchange == "gathered" or self.keep_down == FULL_CHUNK
+        return self.codec.lossless and passed_on
+
     @property
     def consensus(self) -> bool:
         """True if all replicas share one anchor."""
@@ -57,7 +109,9 @@ class Method:
         rule, codec = self.rule.draining(), self.codec.whole
         assert rule is not None, "checked when the method was built"
         assert codec is not None, "checked when the method was built"
-        return replace(self, rule=rule, codec=codec)
+        # Letters of the last messages have every coefficient too.
+        keep_down = None if self.exchange == "gathered" else FULL_CHUNK
+        return replace(self, rule=rule, codec=codec, keep_down=keep_down)
 
     def numbers(self) -> dict[str, object]:
         """All settings that must be equal on all replicas, as a flat table of printable values."""
@@ -70,6 +124,9 @@ class Method:
             "codec": type(self.codec).__name__,
             **_fields(self.codec),
             "drain": self.drain,
+            # Only where they say something: earlier versions had none of them.
+            **({"delay": self.delay} if self.delay else {}),
+            **({"exchange": self.exchange, "keep_down": self.keep_down} if self.exchange != "gathered" else {}),
         }
 
 
@@ -95,14 +152,14 @@ def demo(*, keep: int = 32, bits: int = 32, decay: float = 0.999, release: float
     return Method("demo", Gradient, 1, DeMo(decay=decay, release=release), TopK(keep=keep, bits=bits))
 
 
-def local_sgd(*, every: int = 64) -> Method:
+def local_sgd(*, every: int = 64, delay: int = 0) -> Method:
     """Federated averaging: the weights are replaced by their mean every ``every`` steps."""
-    return Method("local_sgd", Drift, every, Outer(lr=1.0, momentum=0.0), Dense())
+    return Method("local_sgd", Drift, every, Outer(lr=1.0, momentum=0.0), Dense(), delay=delay)
 
 
-def diloco(*, every: int = 64, lr: float = 0.7, momentum: float = 0.9) -> Method:
+def diloco(*, every: int = 64, lr: float = 0.7, momentum: float = 0.9, delay: int = 0) -> Method:
     """DiLoCo (arXiv 2311.08105): an outer Nesterov step on the mean drift."""
-    return Method("diloco", Drift, every, Outer(lr=lr, momentum=momentum), Dense())
+    return Method("diloco", Drift, every, Outer(lr=lr, momentum=momentum), Dense(), delay=delay)
 
 
 def sparse_loco(
@@ -113,15 +170,20 @@ def sparse_loco(
     lr: float = 1.0,
     momentum: float = 0.0,
     decay: float = 0.95,
+    delay: int = 0,
+    exchange: str = "gathered",
+    keep_down: int | None = None,
 ) -> Method:
     """A method like SparseLoCo (arXiv 2508.15706): top-k of the drift with error feedback, two bits, no transform."""
-    rule = Outer(lr=lr, momentum=momentum, decay=decay)
-    return Method("sparse_loco", Drift, every, rule, TopK(keep=keep, bits=bits, transform="none"))
+    rule, codec = Outer(lr=lr, momentum=momentum, decay=decay), TopK(keep=keep, bits=bits, transform="none")
+    return Method("sparse_loco", Drift, every, rule, codec, delay=delay, exchange=exchange, keep_down=keep_down)
 
 
-def published(*, every: int = 64, keep: int = 32, bits: int = 32, lr: float = 0.7, decay: float = 0.9) -> Method:
+def published(
+    *, every: int = 64, keep: int = 32, bits: int = 32, lr: float = 0.7, decay: float = 0.9, delay: int = 0
+) -> Method:
     """The paper authors' rule (arXiv 2510.03371). Replicas drift apart: there is no shared anchor to evaluate."""
-    return Method("published", Drift, every, Published(lr=lr, decay=decay), TopK(keep=keep, bits=bits))
+    return Method("published", Drift, every, Published(lr=lr, decay=decay), TopK(keep=keep, bits=bits), delay=delay)
 
 
 def decoupled(
@@ -137,11 +199,14 @@ def decoupled(
     transform: str = "dct",
     chunk: int = 64,
     drain: int = 2,
+    delay: int = 0,
+    exchange: str = "auto",
+    keep_down: int | None = None,
 ) -> Method:
     """The default: replicas send the strongest coefficients of the residual and carry the rest in their own weights."""
     rule = Outer(lr=lr, momentum=momentum, decay=decay, carry=carry, release=release)
     codec = TopK(keep=keep, bits=bits, transform=transform, chunk=chunk)
-    return Method("decoupled", Drift, every, rule, codec, drain)
+    return Method("decoupled", Drift, every, rule, codec, drain, delay, exchange, keep_down)
 
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -163,6 +228,12 @@ OPTIONS: dict[str, str] = {
     "or none.",
     "chunk": "Side of the square chunks into which tensors are cut for the transform.",
     "drain": "Dense one-bit messages at the end of the run, which empty the residuals into the anchor.",
+    "delay": "Local steps from the start of a round until its answer is absorbed; messages travel meanwhile. 0: the "
+    "replica waits for the answer. At most `every`.",
+    "exchange": "How messages meet: gathered (every replica receives every message), sharded (each replica averages a "
+    "part of the model for all; the bytes do not grow with the number of replicas), or auto (the cheaper one).",
+    "keep_down": "If sharded: coefficients of each 64 x 64 chunk in the letter with which an owner answers. By default "
+    "8 times keep, at most 512, a little less with many replicas.",
 }
 
 # The rows that reports compare all other rows with.

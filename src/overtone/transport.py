@@ -1,10 +1,10 @@
 """Transports carry buffers between replicas. A transport carries whole buffers and counts their bytes; it does not
 know their content.
 
-An *exchange* is a generator. It yields *collectives* (a gather, a sum, a broadcast, a commit) and is sent their
-results. A replica's side of a handshake, of a round or of the last messages is such a generator. So a real transport
-can carry one exchange in its process (`run_exchange`), and the simulator can carry K exchanges in lockstep, with the
-same code.
+An *exchange* is a generator. It yields *collectives* (a gather, an all-to-all, a sum, a broadcast, a commit) and is
+sent their results. A replica's side of a handshake, of a round or of the last messages is such a generator. So a real
+transport can carry one exchange in its process (`run_exchange`), and the simulator can carry K exchanges in lockstep,
+with the same code.
 
 This module has the transport of a single process, `Solo`. The transport over `torch.distributed` is in
 world/process_group.py.
@@ -48,6 +48,13 @@ class Transport(Protocol):
         """
         ...
 
+    def all_to_all(self, messages: Sequence[bytes], *, most: int, count: Count) -> list[bytes]:
+        """All-to-all: message i goes to the i-th of `peers`. Returns one message of each, in rank order.
+
+        A returned message may be padded with zeros. No message may be longer than ``most`` bytes.
+        """
+        ...
+
     def sum(self, buffer: Tensor, *, count: Count) -> Tensor:
         """All-reduce: the sum of the buffers of all replicas, with the same bits on every rank."""
         ...
@@ -65,13 +72,14 @@ class Transport(Protocol):
         ...
 
 
-PARTS = ("rank", "size", "ledger", "peers", "gather", "sum", "broadcast", "commit")
+COLLECTIVES = ("all_to_all", "broadcast", "gather", "sum")  # each adds its cost to a count
+PARTS = ("rank", "size", "ledger", "peers", *COLLECTIVES, "commit")
 
 
 def lacking(thing: object) -> list[str]:
     """The parts of a transport that a thing does not have."""
     missing = [name for name in PARTS if not hasattr(thing, name)]
-    for verb in sorted({"gather", "sum", "broadcast"} - {*missing}):
+    for verb in (name for name in COLLECTIVES if name not in missing):
         kinds = {name: p.kind for name, p in inspect.signature(getattr(thing, verb)).parameters.items()}
         if "count" not in kinds and inspect.Parameter.VAR_KEYWORD not in kinds.values():
             missing.append(f"{verb}(count=)")
@@ -97,6 +105,19 @@ class Gather:
     def carry(self, transport: Transport) -> list[bytes]:
         """Run this collective on a transport."""
         return transport.gather(self.message, most=None if self.equal else self.most, count=self.count)
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """An all-to-all: a message of its own for each of the peers, in rank order. Each may have ``most`` bytes."""
+
+    messages: Sequence[bytes]
+    most: int
+    count: Count = field(default_factory=Count)
+
+    def carry(self, transport: Transport) -> list[bytes]:
+        """Run this collective on a transport."""
+        return transport.all_to_all(self.messages, most=self.most, count=self.count)
 
 
 @dataclass(frozen=True)
@@ -135,7 +156,7 @@ class Commit:
         transport.commit(self.index)
 
 
-Collective = Gather | Sum | Broadcast | Commit
+Collective = Gather | AllToAll | Sum | Broadcast | Commit
 Exchange = Generator[Collective, Any, T]  # each collective it yields is answered with the result of `carry`
 
 
@@ -203,6 +224,9 @@ class Solo(AlwaysCommits):
 
     def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:  # noqa: ARG002
         return [message]
+
+    def all_to_all(self, messages: Sequence[bytes], *, most: int, count: Count) -> list[bytes]:  # noqa: ARG002
+        return list(messages)
 
     def sum(self, buffer: Tensor, *, count: Count) -> Tensor:  # noqa: ARG002
         return buffer

@@ -27,6 +27,7 @@ from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, in_torch, kernels_for
 from overtone.common.limits import refuse_beyond_memory
 from overtone.errors import ConfigError
+from overtone.exchange.dealing import Deal
 from overtone.exchange.gathered import bytes_of
 from overtone.exchange.round import SlabWork
 from overtone.exchange.signals import Sources
@@ -63,11 +64,14 @@ class Ours:
 
     def __init__(self, shapes: Shapes, codec: TopK, replicas: int, kernels: Kernels) -> None:
         self.replicas = replicas
-        self.sending = SlabWork(codec.layout(shapes), kernels, CPU, Outer(lr=1.0, momentum=0.0), codec)
+        layout = codec.layout(shapes)
+        deal = Deal.whole(layout.slabs, 0)
+        self.sending = SlabWork(layout, kernels, CPU, Outer(lr=1.0, momentum=0.0), codec, deal)
         self.receiving = replace(self.sending, rule=Mean())
         # Filled, so that its memory pages exist before we measure.
         self.state = {"residual": self.sending.layout.empty(CPU).fill_(0.0)}
         self.blocks: list[Block] = []
+        self.readers: list[Reader] = []
 
     def encode(self, start: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         """From the weights before and after some local steps to the blocks of a message."""
@@ -79,13 +83,18 @@ class Ours:
         payload = b"".join(bytes_of(block) for block in self.blocks)
         for _ in range(self.replicas - 1):
             check_payload(codec, Reader(payload), layout, kernels)
-        readers = [Reader(payload) for _ in range(self.replicas)]
+        self.readers = [Reader(payload) for _ in range(self.replicas)]
+        self.receiving.absorb({}, self, weights)
 
-        def mean_of(slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
-            decoded = (codec.decode(reader, slab, kernels) for reader in readers)
-            return mean(decoded, self.replicas, out, over_senders=over_senders)
+    def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
+        """The mean of all payloads for one slab."""
+        codec, kernels = self.receiving.codec, self.receiving.kernels
+        decoded = (codec.decode(reader, slab, kernels) for reader in self.readers)
+        return mean(decoded, self.replicas, out, over_senders=over_senders)
 
-        self.receiving.absorb({}, mean_of, weights)
+    def returned(self, slab: Slab) -> tuple[()]:  # noqa: ARG002
+        """Nothing: every payload counts."""
+        return ()
 
     @property
     def message_bytes(self) -> int:

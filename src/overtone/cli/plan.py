@@ -15,8 +15,7 @@ from rich.console import Group
 from rich.table import Table
 
 from overtone.cli.console import out
-from overtone.codec import Codec, Payload
-from overtone.coding.chunks import Slab
+from overtone.codec import Payload
 from overtone.common import limits
 from overtone.common.limits import human_bytes
 from overtone.errors import ConfigError
@@ -125,14 +124,7 @@ def how(method: Method, shape: tuple[int, ...]) -> tuple[str, float]:
         chunks[slab.h, slab.w] = chunks.get((slab.h, slab.w), 0) + slab.chunks
     kept = {(slab.h, slab.w): codec.kept(slab) for slab in slabs}
     words = [f"{kept[h, w]} of each {h}x{w} ({n})" for (h, w), n in chunks.items()]
-    return ", ".join(words), sum(bits_of(codec, slab) for slab in slabs) / 8
-
-
-def bits_of(codec: Codec, slab: Slab) -> float:
-    """The least number of bits for a slab: log2 C(a, k) for positions, k · bits for values, 16 for each scale. Messages
-    are within 6 % of it if less than half of a chunk is kept: tests/test_codec.py."""
-    k, width = codec.kept(slab), codec.width(slab)
-    return slab.chunks * (math.log2(math.comb(slab.area, k)) + k * width + (16 if width < 16 else 0))
+    return ", ".join(words), sum(map(codec.bits_of, slabs)) / 8
 
 
 def round_bytes(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> tuple[int, int]:

@@ -65,6 +65,18 @@ class Slab:
         patches = [patch for bundle in self.bundles for patch in bundle]
         return next(patch.tensor for patch in reversed(patches) if patch.first <= place)
 
+    @property
+    def units(self) -> int:
+        """The number of units into which the slab can be cut: its chunks, or the values of a plain slab."""
+        return self.area if self.plain else self.chunks
+
+    def part(self, first: int, units: int) -> Slab:
+        """A run of the slab's units as a slab of its own, for a codec. No tensor can be read or written by it."""
+        shifted = (tuple(replace(p, first=p.first - first) for bundle in self.bundles for p in bundle),)
+        if self.plain:
+            return Slab(1, units, 1, self.offset + first, True, shifted)
+        return Slab(self.h, self.w, units, self.offset + first * self.area, False, shifted)
+
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """The shape of the matrix for a tensor: axes of length one are dropped, then all axes but the first are merged.

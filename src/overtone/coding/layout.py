@@ -21,6 +21,12 @@ def parts_of(vectors: Mapping[str, Tensor], slab: Slab) -> dict[str, Tensor]:
     return {name: part_of(vector, slab) for name, vector in vectors.items()}
 
 
+def inner_part(values: Tensor, slab: Slab, piece: Slab) -> Tensor:
+    """A piece's part of the values of its slab, as (chunks, area)."""
+    first = piece.offset - slab.offset
+    return values.view(-1)[first : first + piece.size].view(piece.chunks, piece.area)
+
+
 class Layout:
     """The map between tensors and their flat vector of coefficients. It reads and writes one slab, or all of them."""
 

@@ -72,10 +72,22 @@ class Buffers:
         for buffer, value in zip(self.float_tensors(), values, strict=True):
             buffer.copy_(value)
 
-    def absorb(self, values: Sequence[Tensor]) -> None:
-        """Make the averages of the round the new shared values."""
-        self.put(values)
-        self.remember()
+    def absorb(self, values: Sequence[Tensor | None], measured: Sequence[Tensor] | None) -> None:
+        """Make the averages of the round the new shared values. None stands for a value that stays as it is.
+
+        ``measured`` are the buffers as the round measured them, if local steps may have changed them since: what these
+        steps did is then kept.
+        """
+        for i, (buffer, value) in enumerate(zip(self.float_tensors(), values, strict=True)):
+            if value is None:
+                # Not averaged, because nothing changed or because its owner was left out.
+                continue
+            value = value.to(buffer.dtype)
+            if measured is None or torch.equal(buffer, measured[i]):
+                buffer.copy_(value)
+            else:
+                buffer.add_(value - measured[i])
+            self.shared[i].copy_(value)
 
     def counters_fingerprint(self) -> bytes:
         """The fingerprint of the integer and boolean buffers, for the header."""
@@ -108,44 +120,42 @@ class Buffers:
                 return f"buffer {name} has values that are not finite; lower the learning rate, go on from a checkpoint"
         return ""
 
-    def block(self, *, as_numbers: bool) -> Block:
-        """The floating buffers as part of a contribution: bytes for an all-gather, or numbers for an all-reduce."""
-        return Block(numbers=self.changes()) if as_numbers else Block(self.pack())
+    def blocks(self, parts: Sequence[range], *, as_numbers: bool) -> list[Block]:
+        """The floating buffers of each part as a contribution: bytes for messages, or numbers for an all-reduce."""
+        return [Block(numbers=self.changes()) if as_numbers else Block(self.pack(part)) for part in parts]
 
     # -- as bytes, for messages ------------------------------------------------------------------------------------
 
-    def pack(self) -> bytes:
-        """One bit per floating buffer, then the values of the buffers that changed."""
-        if not self.floats:
-            return b""
-        now = self.float_tensors()
+    def pack(self, part: range) -> bytes:
+        """One bit per floating buffer of the part, then the values of the buffers that changed."""
+        now = self._get([self.floats[i] for i in part])
         # `torch.equal` is fast but never true for NaN. A buffer with NaN in the same places has not changed either.
-        changed = [not (torch.equal(b, s) or bool(_same(b, s).all())) for b, s in zip(now, self.shared, strict=True)]
-        values = [tensor_bytes(b.float()) for b, moved in zip(now, changed, strict=True) if moved]
-        return tensor_bytes(pack_flags(torch.tensor(changed))) + b"".join(values)
+        pairs = [(b, self.shared[i]) for i, b in zip(part, now, strict=True)]
+        return pack_values([None if torch.equal(b, s) or bool(_same(b, s).all()) else b for b, s in pairs])
 
-    def unpack(self, reader: Reader) -> list[Tensor | None]:
-        """Read one replica's floating buffers. None stands for a buffer that it did not change."""
-        if not self.floats:
+    def unpack(self, reader: Reader, part: range) -> list[Tensor | None]:
+        """Read one replica's floating buffers of the part. None stands for a buffer that it did not change."""
+        if not part:
             return []
-        flags = reader.tensor(field_bytes(len(self.floats), 1), torch.uint8, "flags of changed buffers")
-        changed = unpack_flags(flags, len(self.floats)).tolist()
-        return [
-            _sound(reader.tensor(s.numel(), torch.float32, f"buffer {name}").view(s.shape).to(s.device), s, name)
-            if moved
-            else None
-            for name, s, moved in zip(self.floats, self.shared, changed, strict=True)
-        ]
+        flags = reader.tensor(field_bytes(len(part), 1), torch.uint8, "flags of changed buffers")
+        changed = unpack_flags(flags, len(part)).tolist()
+        return [self._read(reader, i) if moved else None for i, moved in zip(part, changed, strict=True)]
 
-    def average(self, replicas: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
-        """The mean of each buffer over the replicas, summed in the order given.
+    def _read(self, reader: Reader, i: int) -> Tensor:
+        name, shared = self.floats[i], self.shared[i]
+        value = reader.tensor(shared.numel(), torch.float32, f"buffer {name}").view(shared.shape).to(shared.device)
+        return _sound(value, shared, name)
 
-        A buffer that no replica changed keeps its exact values.
+    def average(self, part: range, replicas: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """The mean of each buffer of the part over the replicas, summed in the order given.
+
+        None stands for a buffer that no replica changed: the mean of equal values could still round to another value.
         """
-        means = []
-        for shared, *values in zip(self.shared, *replicas, strict=True):
+        means: list[Tensor | None] = []
+        for i, *values in zip(part, *replicas, strict=True):
+            shared = self.shared[i]
             if all(value is None for value in values):
-                means.append(shared)  # the mean of equal values could still round to another value
+                means.append(None)
                 continue
             total = torch.zeros_like(shared, dtype=torch.float32)
             for value in values:
@@ -162,12 +172,19 @@ class Buffers:
         flat = [torch.where(_same(b, s), 0.0, b.float() - s.float()).view(-1).cpu() for b, s in pairs]
         return torch.cat(flat) if flat else torch.empty(0)
 
-    def changed_by(self, vector: Tensor) -> list[Tensor]:
-        """The shared values plus the mean of the `changes` of all replicas."""
+    def changed_by(self, vector: Tensor) -> list[Tensor | None]:
+        """The shared values plus the mean of the `changes` of all replicas. None: no replica changed the buffer."""
         parts = vector.split([s.numel() for s in self.shared]) if self.shared else ()
         moves = [part.view(s.shape).to(s.device) for part, s in zip(parts, self.shared, strict=True)]
-        # A buffer that no replica changed stays exactly as it is.
-        return [s + move if bool(move.any()) else s for s, move in zip(self.shared, moves, strict=True)]
+        return [s + move if bool(move.any()) else None for s, move in zip(self.shared, moves, strict=True)]
+
+
+def pack_values(values: Sequence[Tensor | None]) -> bytes:
+    """One bit per value, 1 if there is one; then the values in fp32."""
+    if not values:
+        return b""
+    flags = pack_flags(torch.tensor([value is not None for value in values]))
+    return tensor_bytes(flags) + b"".join(tensor_bytes(value.float()) for value in values if value is not None)
 
 
 def _sound(value: Tensor, shared: Tensor, name: str) -> Tensor:

@@ -31,11 +31,31 @@ class Inbox:
     peers: Sequence[int]
     messages: dict[int, Message] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)  # why a message could not be read
+    personal: bool = False  # every rank was sent a message of its own: only the headers are the same for all
+
+    def read(self, raw: Sequence[bytes], open_one: Callable[[int, bytes], Message]) -> Inbox:
+        """Open the messages of all peers, in rank order. ``open_one`` raises `WireError` if it cannot read one.
+
+        A message that cannot be read is no error yet: all ranks first agree on the messages that count.
+        """
+        for rank, one in zip(self.peers, raw, strict=True):
+            try:
+                self.messages[rank] = open_one(rank, one)
+            except WireError as error:
+                self.refused[rank] = str(error)
+        return self
 
     @property
-    def seals(self) -> dict[int, str]:
-        """The seal of each sender's message. It is empty if the message was refused."""
-        return {rank: self.messages[rank].seal.hex() if rank in self.messages else "" for rank in self.peers}
+    def marks(self) -> dict[int, str]:
+        """By sender: the mark of its message, which is the same on all ranks. It is empty if the message was refused.
+
+        The mark is the seal, or of personal messages the header without its length.
+        """
+        return {rank: self._mark(rank) if rank in self.messages else "" for rank in self.peers}
+
+    def _mark(self, rank: int) -> str:
+        message = self.messages[rank]
+        return message.header.pack(0, Seal()).hex() if self.personal else message.seal.hex()
 
 
 def agree(
@@ -60,7 +80,7 @@ def agree(
 
 def verdict(inbox: Inbox, mine: Header, seal: Seal) -> bytes:
     """Eight bytes that are equal on all ranks exactly if all have read the same."""
-    return digest(seal, mine.run, mine.round.to_bytes(4, "little"), json.dumps(inbox.seals).encode())
+    return digest(seal, mine.run, mine.round.to_bytes(4, "little"), json.dumps(inbox.marks).encode())
 
 
 def digest(seal: Seal, *parts: bytes) -> bytes:
@@ -73,8 +93,7 @@ def dispute(
     inbox: Inbox, mine: Header, expected: Expected, seal: Seal, refused: str = "raise", what: str = "message"
 ) -> Exchange[dict[int, str]]:
     """Every rank reports how it read each message. All then agree on the ranks to leave out, and on the reasons."""
-    # The key "marks" is part of the wire format.
-    body = json.dumps({"marks": inbox.seals, "refused": inbox.refused}).encode()
+    body = json.dumps({"marks": inbox.marks, "refused": inbox.refused}).encode()
     gathered = yield Gather(seal_message(replace(mine, kind=Kind.DISPUTE), body, seal), most=MOST_TEXT)
     try:
         disputes = open_all("dispute", gathered, inbox.peers, expected, seal, _read_dispute)
@@ -111,16 +130,16 @@ def gather_sealed(
     """
     expected = Expected(header.round, header.run, header.schema)
     gathered = yield Gather(seal_message(header, body, seal), most=most)
-    inbox, parsed = Inbox(peers), {}
-    for rank, raw in zip(peers, gathered, strict=True):
-        try:
-            message = unseal_message(raw, expected, rank, seal)
-            if message.header.kind is not header.kind:
-                raise WireError(f"kind: {message.header.kind.name.lower()} where a {what} is due")
-            parsed[rank] = parse(message)
-            inbox.messages[rank] = message
-        except WireError as error:
-            inbox.refused[rank] = str(error)
+    parsed = {}
+
+    def opened(rank: int, raw: bytes) -> Message:
+        message = unseal_message(raw, expected, rank, seal)
+        if message.header.kind is not header.kind:
+            raise WireError(f"kind: {message.header.kind.name.lower()} where a {what} is due")
+        parsed[rank] = parse(message)
+        return message
+
+    inbox = Inbox(peers).read(gathered, opened)
     yield from agree(inbox, header, expected, seal, what=what)
     return [parsed[rank] for rank in peers]
 
@@ -147,7 +166,7 @@ def open_all(
 class Dispute:
     """One rank's view of an all-gather."""
 
-    seals: dict[int, str] = field(default_factory=dict)  # by sender: the seal of its message as this rank read it
+    marks: dict[int, str] = field(default_factory=dict)  # by sender: the mark of its message as this rank read it
     refused: dict[int, str] = field(default_factory=dict)
 
 
@@ -156,12 +175,12 @@ def _read_dispute(message: Message) -> Dispute:
         raise WireError(f"kind: {message.header.kind.name.lower()} where a dispute is due")
     try:
         body = json.loads(message.body)
-        seals, refused = (
+        marks, refused = (
             {int(rank): printable(str(text)) for rank, text in body[key].items()} for key in ("marks", "refused")
         )
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise WireError(f"dispute: {error!r}; the message is corrupt") from error
-    return Dispute(seals, refused)
+    return Dispute(marks, refused)
 
 
 def _complaint(rank: int, disputes: Mapping[int, Dispute]) -> str:
@@ -170,7 +189,7 @@ def _complaint(rank: int, disputes: Mapping[int, Dispute]) -> str:
         if rank in dispute.refused:
             return f"by rank {judge}: {dispute.refused[rank]}"
     # Each copy was valid for its reader, but the copies differ: the sender or the network gave out two messages.
-    if len({dispute.seals.get(rank) for dispute in disputes.values()}) > 1:
+    if len({dispute.marks.get(rank) for dispute in disputes.values()}) > 1:
         return "because not every rank received the same"
     return ""
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from overtone.codec import Block, Codec, check_payload, mean
 from overtone.coding.bits import Reader, tensor_bytes
 from overtone.coding.chunks import Slab
-from overtone.errors import WireError
 from overtone.exchange.consensus import Inbox, agree
+from overtone.exchange.dealing import Deal
 from overtone.exchange.message import Expected, Header, Message, seal_message, unseal_message
 from overtone.exchange.pattern import WITH_PAYLOAD, Context, Contribution, Received, any_of
 from overtone.rules import State
@@ -26,24 +26,22 @@ class Gathered:
         self.context = context
         self.state: State = {}
         self._most = context.longest_message()
+        self._deal = Deal.whole(context.layout.slabs, len(context.buffers.floats))
+
+    def deal(self, members: int) -> Deal:  # noqa: ARG002
+        return self._deal
 
     def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
         context = self.context
         if mine.header.kind in WITH_PAYLOAD:
             # The order on the wire: flags, buffers, slabs. docs/wire.md specifies it.
             flags = context.pack_flags(mine.present) if context.flags else b""
-            body = b"".join([flags, bytes_of(mine.buffers), *map(bytes_of, mine.blocks)])
+            body = b"".join([flags, *map(bytes_of, mine.buffers), *map(bytes_of, mine.blocks)])
         else:
             body = mine.reason()
         gathered = yield Gather(seal_message(mine.header, body, context.seal), most=self._most)
         begin = time.perf_counter()
-        # A message that cannot be read is no error yet: all ranks first agree on the messages that count.
-        inbox = Inbox(peers)
-        for rank, raw in zip(peers, gathered, strict=True):
-            try:
-                inbox.messages[rank] = self.open(raw, expected, rank, mine)
-            except WireError as error:
-                inbox.refused[rank] = str(error)
+        inbox = Inbox(peers).read(gathered, lambda rank, raw: self.open(raw, expected, rank, mine))
         seconds = time.perf_counter() - begin
         # All ranks compare what they have read (consensus.py). Either the same ranks are left out everywhere, most
         # often none, or every rank raises the same error.
@@ -65,8 +63,7 @@ class Gathered:
             reader = Reader(message.body)
             if self.context.flags:
                 self.context.unpack_flags(reader)
-            if self.context.buffers.floats:
-                self.context.buffers.unpack(reader)
+            self.context.buffers.unpack(reader, self._deal.buffers[0])
             check_payload(mine.codec, reader, self.context.layout, self.context.kernels)
         return message
 
@@ -99,9 +96,10 @@ class _Messages(Received):
     def present(self) -> list[bool]:
         return any_of([self.context.unpack_flags(reader) for reader in self.readers]) if self.context.flags else []
 
-    def buffers(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor | None]:
         buffers = self.context.buffers
-        return buffers.average([buffers.unpack(reader) for reader in self.readers]) if buffers.floats else []
+        every = range(len(buffers.floats))
+        return buffers.average(every, [buffers.unpack(reader, every) for reader in self.readers])
 
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
         decoded = (self.codec.decode(reader, slab, self.context.kernels) for reader in self.readers)

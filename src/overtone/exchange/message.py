@@ -41,6 +41,7 @@ class Kind(IntEnum):
     DISPUTE = 5  # the ranks have not read the same messages; the body says how the sender read each
     GREETING = 6  # the handshake before the first round
     CONTROL = 7  # the other messages of a run, besides the rounds; its `round` is a counter of its own
+    LETTER = 8  # an owner's mean of its part, in the sharded exchange
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,21 @@
 """The common parts of the patterns of a round.
 
-A pattern is the way in which the payloads of one round are combined: by an all-gather of all messages (gathered.py), or
-by an all-reduce, in which the network sums them (summed.py).
+A pattern is the way in which the payloads of one round are combined: by an all-gather of all messages (gathered.py), by
+an all-reduce, in which the network sums them (summed.py), or by owners, each of which averages a part of the model for
+all replicas (sharded.py).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from overtone.codec import Block, Codec
+from overtone.codec import Block, Codec, Decoded
 from overtone.coding.bits import Reader, field_bytes, pack_flags, tensor_bytes, unpack_flags
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels
@@ -22,6 +23,8 @@ from overtone.coding.layout import Layout
 from overtone.errors import MethodError
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.consensus import MOST_TEXT
+from overtone.exchange.dealing import Deal
+from overtone.exchange.letters import LetterCodec
 from overtone.exchange.message import Expected, Header, Kind, Seal
 from overtone.rules import State
 from overtone.transport import Exchange
@@ -32,12 +35,14 @@ POLICIES = ("raise", "leave out")  # for a rank whose message is refused
 
 @dataclass(frozen=True)
 class Contribution:
-    """The data that a replica sends in one round: its buffers and a block for each slab, or a reason for neither."""
+    """The data that a replica sends in one round: its buffers and a block for each piece, or a reason for neither."""
 
     header: Header
     codec: Codec
-    blocks: Sequence[Block] = ()
-    buffers: Block = field(default_factory=Block)
+    deal: Deal | None = None  # into which pieces and parts the blocks and buffers are dealt
+    blocks: Sequence[Block] = ()  # one for each piece
+    buffers: Sequence[Block] = ()  # one for each part
+    letters: LetterCodec | None = None  # the codec of the owners' letters, where there are owners
     present: Sequence[bool] = ()  # for each parameter: it has a signal; empty if that need not be sent
     why: str = ""  # the reason, if there are no blocks
 
@@ -54,6 +59,11 @@ class Received(ABC):
     seconds: float  # spent on opening and checking the messages
     not_finite: int | None  # the position in the sum of the first value that is not finite
 
+    @property
+    def absent(self) -> list[int]:
+        """The ranks whose message, or whose letter, does not count."""
+        return sorted(self.left_out)
+
     @abstractmethod
     def reason(self, rank: int) -> str:
         """The reason that a rank sent instead of a payload."""
@@ -63,12 +73,17 @@ class Received(ABC):
         """For each parameter: it had a signal on at least one replica. Call this first."""
 
     @abstractmethod
-    def buffers(self) -> list[Tensor]:
-        """The mean of the floating buffers. Call this before `mean`."""
+    def buffers(self) -> list[Tensor | None]:
+        """The mean of the floating buffers, None for a buffer that stays as it is. Call this before `mean`."""
 
     @abstractmethod
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
         """The mean of all payloads for one slab. Call this for the slabs in the order of the layout."""
+
+    def returned(self, slab: Slab) -> Iterable[tuple[Slab, Decoded]]:  # noqa: ARG002
+        """What this replica owes again of one slab, by pieces: values that were sent and do not count. Call this after
+        `mean`."""
+        return ()
 
 
 class Pattern(Protocol):
@@ -78,6 +93,10 @@ class Pattern(Protocol):
     """
 
     state: State
+
+    def deal(self, members: int) -> Deal:
+        """How slabs and buffers are dealt into the parts of messages, among so many replicas."""
+        ...
 
     def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
         """Exchange the contributions of all replicas.

@@ -13,29 +13,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from overtone.codec import Block, Codec, Payload
+from overtone.codec import Block, Codec, Decoded, Payload, TopK
 from overtone.coding import fingerprint
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, kernels_for
-from overtone.coding.layout import Layout, parts_of
-from overtone.errors import GaveUpError, MethodError, NotFiniteError, StateError, printable
+from overtone.coding.layout import Layout, inner_part, parts_of
+from overtone.errors import GaveUpError, NotFiniteError, StateError
 from overtone.exchange.buffers import Buffers
+from overtone.exchange.choice import letters_for, pattern_for
 from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
-from overtone.exchange.gathered import Gathered
+from overtone.exchange.dealing import Deal
 from overtone.exchange.inner_step import InnerStep
 from overtone.exchange.message import NOBODY, Expected, Header, Kind, Seal
 from overtone.exchange.parameters import Parameters
-from overtone.exchange.pattern import Context, Contribution, Pattern, Received
+from overtone.exchange.pattern import Context, Contribution, Received
 from overtone.exchange.signals import Sources
 from overtone.exchange.state import ExchangeState
-from overtone.exchange.summed import Summed
 from overtone.ledger import Count, Round
 from overtone.methods import Method
 from overtone.rules import Rule, State
@@ -44,10 +44,16 @@ from overtone.transport import Commit, Exchange, Transport, counted
 INTERRUPTED = "round {index} was interrupted on this replica, and part of its state has moved; go on from a checkpoint"
 
 
-class MeanOf(Protocol):
-    """A function that computes the mean of all payloads for one slab. It may use ``out`` as scratch."""
+class Averaged(Protocol):
+    """The part of `Received` that the work on a slab uses."""
 
-    def __call__(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor: ...
+    def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
+        """The mean of all payloads for one slab. It may lie in ``out``."""
+        ...
+
+    def returned(self, slab: Slab) -> Iterable[tuple[Slab, Decoded]]:
+        """What this replica owes again of one slab."""
+        ...
 
 
 @dataclass
@@ -75,6 +81,7 @@ class SlabWork:
     device: torch.device
     rule: Rule
     codec: Codec
+    deal: Deal
 
     def encode(self, state: State, sources: Sources, *, scale: float = 1.0) -> tuple[list[Block], Tensor]:
         """Signal → rule → codec → blocks. Returns the blocks, and the norm of the signal in each slab."""
@@ -86,20 +93,25 @@ class SlabWork:
             signal = replace(layout.read_slab(slab, plus, minus, self.device), scale=scale)
             # Taken before the transform, which is orthonormal and does not change a norm.
             norms.append(torch.linalg.vector_norm(signal.values) / scale)
-            here = parts_of(state, slab)
-            block, decoded = self.codec.encode(self.rule.accumulate(here, signal), slab, self.kernels)
-            # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is refused.
-            self.rule.sent(here, decoded)
-            blocks.append(block)
+            coeffs = self.rule.accumulate(parts_of(state, slab), signal)
+            for number in self.deal.inside(slab):
+                piece = self.deal.pieces[number].slab
+                block, decoded = self.codec.encode(inner_part(coeffs, slab, piece), piece, self.kernels)
+                # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is
+                # refused.
+                self.rule.sent(parts_of(state, piece), decoded)
+                blocks.append(block)
         return blocks, torch.stack(norms)
 
-    def absorb(self, state: State, mean_of: MeanOf, targets: Sequence[Tensor]) -> None:
+    def absorb(self, state: State, received: Averaged, targets: Sequence[Tensor]) -> None:
         """Mean of all payloads → rule → ``targets``."""
         layout = self.layout
         matrices = layout.matrices(targets)
         for slab in layout.slabs:
-            mean = mean_of(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
+            mean = received.mean(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
             here = parts_of(state, slab)
+            for piece, decoded in received.returned(slab):
+                self.rule.withdraw(parts_of(state, piece), decoded)
             layout.write_slab(slab, self.rule.absorb(here, mean), matrices)
         for matrix, target in zip(matrices, targets, strict=True):
             # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.
@@ -113,9 +125,9 @@ class SlabWork:
         """
         kept = False
         # Not strict: a replica that could not encode has no blocks.
-        for slab, block in zip(self.layout.slabs, blocks, strict=False):
-            here = parts_of(state, slab)
-            kept |= self.rule.withdraw(here, self.codec.decode_own(block, slab, self.kernels))
+        for piece, block in zip(self.deal.pieces, blocks, strict=False):
+            decoded = self.codec.decode_own(block, piece.slab, self.kernels)
+            kept |= self.rule.withdraw(parts_of(state, piece.slab), decoded)
         return kept
 
 
@@ -147,7 +159,7 @@ class Exchanger:
         self.kernels = kernels_for(self.layout.size, self.device)
         flags = len(parameters.exchanged) if self.signal.tells_presence else 0
         context = Context(self.layout, self.kernels, buffers, seal, self.device, refused, flags)
-        self.pattern = pattern_for(method.codec.payload, context)
+        self.pattern = pattern_for(method, context, transport.size)
 
     # -- first half ------------------------------------------------------------------------------------------------
 
@@ -175,13 +187,15 @@ class Exchanger:
             header = replace(header, kind=Kind.ABSTAIN if self._may_skip(inner_step) else Kind.FAILURE)
         elif why := self.buffers.not_finite():
             header = replace(header, kind=Kind.FAILURE)
-        work = SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec)
+        deal = self.pattern.deal(peers)
+        work = SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal)
         mine, norms = Contribution(header, row.codec, why=why), torch.tensor([math.nan])
         if not why:
-            buffers = self.buffers.block(as_numbers=row.codec.payload is Payload.NUMBERS)
+            buffers = self.buffers.blocks(deal.buffers, as_numbers=row.codec.payload is Payload.NUMBERS)
+            letters = letters_for(row.codec, row.keep_down, peers) if isinstance(row.codec, TopK) else None
             try:
                 blocks, norms = work.encode(self.state.tensors, sources, scale=self._loss_scale(inner_step))
-                mine = Contribution(header, row.codec, blocks, buffers, sources.present)
+                mine = Contribution(header, row.codec, deal, blocks, buffers, letters, sources.present)
             except NotFiniteError as error:
                 # The signal is finite, but its sum with the residual is not. Some slabs of the state have changed
                 # already. They need no repair: with such a residual no further round is possible.
@@ -236,8 +250,7 @@ class Exchanger:
         received = yield from self.pattern.exchange(mine, expected, self.transport.peers)
         for header in received.headers:
             if header.kind is Kind.FAILURE:
-                own = header.sender == self.transport.rank
-                why = printable(mine.why) if own else received.reason(header.sender)
+                why = received.reason(header.sender)
                 raise GaveUpError(f"round {index}: rank {header.sender} could not take part: {why}")
         compare_progress(index, received.headers)
         counters = {header.sender: header.counters for header in received.headers}
@@ -283,14 +296,14 @@ class Exchanger:
         present = received.present() if self.signal.tells_presence else []
         buffers = received.buffers() if self.buffers.floats else []
         targets = pending.sources.targets
-        pending.work.absorb(self.state.tensors, received.mean, targets)
+        pending.work.absorb(self.state.tensors, received, targets)
         if pending.work.rule.takes_sign:
             for target in targets:
                 target.sign_()
         scale = self._loss_scale(pending.inner_step)
         self.signal.answer(pending.sources, present=present, scale=scale)
         if buffers:
-            self.buffers.absorb(buffers)
+            self.buffers.absorb(buffers, None)
 
     def _record(self, pending: Pending, received: Received, seconds_decoding: float) -> Round:
         state, tensors, anchor = self.state, self.state.tensors, pending.contribution.header.anchor
@@ -305,7 +318,7 @@ class Exchanger:
             drift_norm=_norm(pending.norms),
             residual_norm=_norm(tensors["residual"]) if "residual" in tensors else 0.0,
             anchor_fingerprint=(self.fingerprint() if "anchor" in tensors else anchor).hex(),
-            left_out=tuple(received.left_out),
+            left_out=tuple(received.absent),
         )
         state.rounds += 1
         state.steps_at_round = pending.steps
@@ -338,17 +351,6 @@ class Exchanger:
 
     def _loss_scale(self, inner_step: InnerStep) -> float:
         return 1.0 if self.signal.inner_first else inner_step.scale
-
-
-def pattern_for(payload: Payload, context: Context) -> Pattern:
-    """The pattern for payloads of this kind."""
-    if payload is Payload.BYTES:
-        return Gathered(context)
-    if context.refused != "raise":
-        raise MethodError(
-            f"refused={context.refused!r}: payloads that are summed on the way leave nobody out; use 'raise'"
-        )
-    return Summed(context)
 
 
 def _norm(flat: Tensor) -> float:

@@ -20,6 +20,7 @@ from overtone.coding.chunks import Slab
 from overtone.coding.layout import part_of
 from overtone.errors import WireError
 from overtone.exchange.consensus import MOST_TEXT, Inbox, agree, dispute, open_all, verdict
+from overtone.exchange.dealing import Deal
 from overtone.exchange.message import Expected, Header, Kind, Message, seal_message, unseal_message
 from overtone.exchange.pattern import WITH_PAYLOAD, Context, Contribution, Received, any_of
 from overtone.rules import State
@@ -34,18 +35,17 @@ class Summed:
         self.state: State = {}
         self._flag_bytes = field_bytes(context.flags, 1)
         self._vector = torch.empty(0, device=context.device)
+        self._deal = Deal.whole(context.layout.slabs, len(context.buffers.floats))
+
+    def deal(self, members: int) -> Deal:  # noqa: ARG002
+        return self._deal
 
     def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
         seal = self.context.seal
         flags = self.context.pack_flags(mine.present or [False] * self.context.flags)
         # A replica without a payload sends flags too, so that all messages have one length.
         gathered = yield Gather(seal_message(mine.header, flags, seal), equal=True)
-        inbox = Inbox(peers)
-        for rank, raw in zip(peers, gathered, strict=True):
-            try:
-                inbox.messages[rank] = self._open(raw, expected, rank)
-            except WireError as error:
-                inbox.refused[rank] = str(error)
+        inbox = Inbox(peers).read(gathered, lambda rank, raw: self._open(raw, expected, rank))
         headers = [message.header for message in inbox.messages.values()]
         # The last messages have no payload, so they need no sum: the verdict is gathered instead.
         if all(header.kind is Kind.FINISH for header in (mine.header, *headers)):
@@ -81,7 +81,7 @@ class Summed:
         if mine.header.kind not in WITH_PAYLOAD:  # zeros: every rank must call the sum, with one length
             changes = sum(shared.numel() for shared in self.context.buffers.shared)
             return [torch.zeros(self.context.layout.size + changes, device=device)]
-        blocks = [*mine.blocks, mine.buffers]
+        blocks = [*mine.blocks, *mine.buffers]
         return [block.numbers.view(-1).to(device) for block in blocks if block.numbers is not None]
 
     def _reasons(
@@ -112,7 +112,7 @@ class _Sum(Received):
     def present(self) -> list[bool]:
         return any_of(self.flags)
 
-    def buffers(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor | None]:
         return self.context.buffers.changed_by(self.vector[self.context.layout.size :])
 
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:  # noqa: ARG002

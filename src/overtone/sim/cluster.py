@@ -20,7 +20,7 @@ from overtone.methods import Method
 from overtone.replica import Replica
 from overtone.sim.network import Absence, Link
 from overtone.sim.rng import Randomness, seed_of
-from overtone.transport import AlwaysCommits, Broadcast, Collective, Exchange, Gather, Sum
+from overtone.transport import AllToAll, AlwaysCommits, Broadcast, Collective, Exchange, Gather, Sum
 
 T = TypeVar("T")
 
@@ -67,6 +67,14 @@ class SimTransport(AlwaysCommits):
             count.gathered(SIZE_BYTES, len(messages))
         count.gathered(longest, len(messages))
         return [message.ljust(longest, b"\0") for message in messages]
+
+    def all_to_all(self, messages: Sequence[bytes], *, most: int, count: Count) -> list[bytes]:  # noqa: ARG002
+        posted = self._posted(AllToAll)
+        longest = max(len(message) for one in posted for message in one.messages)
+        count.gathered(SIZE_BYTES, len(posted))
+        count.gathered(longest, len(posted))
+        place = list(self.peers).index(self.rank)
+        return [one.messages[place].ljust(longest, b"\0") for one in posted]
 
     def sum(self, buffer: Tensor, *, count: Count) -> Tensor:
         posted = self._posted(Sum)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
 )
 
@@ -105,20 +106,20 @@ class Torch(AlwaysCommits):
         self._run(start, AllgatherOptions(), buffer.numel() * buffer.element_size() * (self.size - 1))
         return buffers
 
+    def _longest(self, own: int, most: int) -> int:
+        """The length of the longest message of all ranks. gloo and NCCL pass on buffers of equal size only."""
+        sizes = self._gathered(torch.tensor([own], dtype=torch.int64, device=self.device))
+        announced = [int(size) for size in sizes]
+        for rank, size in enumerate(announced):  # all ranks see the same sizes, so all of them refuse
+            if not 0 <= size <= most:
+                raise PeerError(
+                    f"rank {rank} announces a message of {size} bytes, where {most} are the most; it was refused"
+                )
+        return max(announced)
+
     def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
         with self._exchanging(count):
-            longest = len(message)
-            if most is not None:
-                # gloo and NCCL gather only buffers of equal size, so all are padded to the longest message.
-                sizes = self._gathered(torch.tensor([longest], dtype=torch.int64, device=self.device))
-                announced = [int(size) for size in sizes]
-                for rank, size in enumerate(announced):  # all ranks see the same sizes, so all of them refuse
-                    if not 0 <= size <= most:
-                        raise PeerError(
-                            f"rank {rank} announces a message of {size} bytes, where {most} are the most; it was "
-                            "refused"
-                        )
-                longest = max(announced)
+            longest = len(message) if most is None else self._longest(len(message), most)
             buffer = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8).to(self.device)
             messages = [tensor_bytes(one.cpu()) for one in self._gathered(buffer)]
         # Counted only now: the bytes of an exchange that broke off are not known.
@@ -126,6 +127,19 @@ class Torch(AlwaysCommits):
             count.gathered(SIZE_BYTES, self.size)
         count.gathered(longest, self.size)
         return messages
+
+    def all_to_all(self, messages: Sequence[bytes], *, most: int, count: Count) -> list[bytes]:
+        with self._exchanging(count):
+            longest = self._longest(max(map(len, messages)), most)
+            padded = bytearray(b"".join(message.ljust(longest, b"\0") for message in messages))
+            sent = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
+            received = torch.empty_like(sent)
+            start = partial(self._collectives.alltoall_base, received, sent, [], [])
+            self._run(start, AllToAllOptions(), longest * (self.size - 1))
+            found = [tensor_bytes(one.cpu()) for one in received.split(longest)]
+        count.gathered(SIZE_BYTES, self.size)
+        count.gathered(longest, self.size)  # as in an all-gather, a buffer for each peer, and one of each
+        return found
 
     def begin_gather(self, message: bytes) -> Begun:
         """Start an all-gather of messages of one length, and do not wait for it."""

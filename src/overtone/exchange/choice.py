@@ -1,0 +1,102 @@
+"""Which pattern a method's messages follow, for this model and this number of replicas; and what each would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from overtone.codec import FULL_CHUNK, Payload, TopK, position_bits
+from overtone.coding.chunks import Slab
+from overtone.errors import MethodError
+from overtone.exchange.dealing import BUFFER_BITS, deal
+from overtone.exchange.gathered import Gathered
+from overtone.exchange.letters import LetterCodec
+from overtone.exchange.message import HEADER_BYTES, Seal
+from overtone.exchange.pattern import Context, Pattern
+from overtone.exchange.sharded import Sharded
+from overtone.exchange.summed import Summed
+from overtone.methods import Method
+
+ENOUGH = 512  # coefficients of a letter, of each 64 x 64 chunk; more were not better (benchmarks/exchange.py)
+FLAT_FROM = 8  # replicas; with more of them, letters shrink a little, so that a replica's bytes stay the same
+WORTH = 0.9  # "auto" shards if that costs less than this share of a gather, since it takes more hops
+
+
+def letters_for(codec: TopK, keep_down: int | None, members: int) -> LetterCodec:
+    """The codec of the owners' letters among so many replicas."""
+    return LetterCodec(TopK(**{**vars(codec), "keep": keep_down or default_keep_down(codec, members)}))
+
+
+def default_keep_down(codec: TopK, members: int) -> int:
+    """How many coefficients of a 64 x 64 chunk a letter has: 8 times as many as a message, at most 512 (twice as many
+    as a message, if that is more), and no more than all messages together have.
+
+    A replica sends and receives (K − 1)/K of a message and of a letter. From eight replicas on, letters have as much
+    less as this factor grows.
+    """
+    keep = codec.keep
+    most = min(FULL_CHUNK, 8 * keep, max(ENOUGH, 2 * keep), members * keep)
+    if members <= FLAT_FROM:
+        return most
+
+    def bits(down: int) -> int:
+        return position_bits(FULL_CHUNK, keep) + position_bits(FULL_CHUNK, down) + (keep + down) * codec.bits
+
+    # (K − 1)/K · bits(down) <= 7/8 · bits(most), in whole numbers: every replica must find the same.
+    room = (FLAT_FROM - 1) * members * bits(most)
+    while most > keep and FLAT_FROM * (members - 1) * bits(most) > room:
+        most -= 1
+    return most
+
+
+@dataclass(frozen=True)
+class Cost:
+    """About what a replica sends in a round, in bytes; it receives as much."""
+
+    gathered: int
+    sharded: int | None  # None: the method cannot be sharded
+
+    @property
+    def cheaper(self) -> str:
+        """The pattern that "auto" chooses."""
+        return "sharded" if self.sharded is not None and self.sharded < WORTH * self.gathered else "gathered"
+
+
+def cost_of(method: Method, slabs: Sequence[Slab], buffers: Sequence[int], members: int) -> Cost:
+    """The costs of the patterns for payloads that are bytes. ``buffers`` are the sizes of floating buffers."""
+    overhead = HEADER_BYTES + Seal().size
+    codec = method.codec
+    payload = (sum(map(codec.bits_of, slabs)) + BUFFER_BITS // 2 * sum(buffers)) // 8
+    gathered = (members - 1) * (payload + overhead)
+    if not method.may_shard:
+        return Cost(gathered, None)
+    assert isinstance(codec, TopK)
+    letters = letters_for(codec, method.keep_down, members).top_k
+    dealt = deal(slabs, buffers, members, lambda slab: codec.bits_of(slab) + letters.bits_of(slab))
+    longest = 0
+    for up_or_down in (codec, letters):
+        bits = [0] * members
+        for piece in dealt.pieces:
+            bits[piece.part] += up_or_down.bits_of(piece.slab)
+        for part, own in enumerate(dealt.buffers):
+            bits[part] += BUFFER_BITS // 2 * sum(buffers[number] for number in own)
+        longest += max(bits) // 8 + overhead  # shorter messages are padded
+    return Cost(gathered, (members - 1) * longest)
+
+
+def pattern_for(method: Method, context: Context, members: int) -> Pattern:
+    """The pattern of a method's rounds among so many replicas."""
+    if method.codec.payload is Payload.NUMBERS:
+        if context.refused != "raise":
+            raise MethodError(
+                f"refused={context.refused!r}: payloads that are summed on the way leave nobody out; use 'raise'"
+            )
+        return Summed(context)
+    exchange = method.exchange
+    if exchange == "auto":
+        sizes = [shared.numel() for shared in context.buffers.shared]
+        exchange = cost_of(method, context.layout.slabs, sizes, members).cheaper
+    if exchange == "gathered" or members == 1:  # alone, a replica owns everything and sends nothing
+        return Gathered(context)
+    assert isinstance(method.codec, TopK)
+    return Sharded(context, method.codec, letters_for(method.codec, method.keep_down, members))
