@@ -48,14 +48,14 @@ class Receiver:
         flat[7] = 500.0  # so that there is an exception
         payload, _ = encode_all(CODEC, flat, self.layout)
         model.running_mean.add_(1.0)  # type: ignore[union-attr]
-        self.body = buffers.pack() + payload
+        self.body = buffers.pack(range(2)) + payload
         self.message = wire.seal_message(TRUE, self.body, seal)
         smaller, _ = encode_all(CODEC, flat * 0.1, self.layout)
         self.others = [
             wire.seal_message(replace(TRUE, round=4), self.body, seal),
             wire.seal_message(replace(TRUE, run=b"that run"), self.body, seal),
             wire.seal_message(replace(TRUE, schema=b"schemb.."), self.body, seal),
-            wire.seal_message(replace(TRUE, sender=2), buffers.pack() + smaller, seal),
+            wire.seal_message(replace(TRUE, sender=2), buffers.pack(range(2)) + smaller, seal),
             wire.seal_message(TRUE, self.body, Seal(b"" if seal.key else b"a key")),
         ]
 
@@ -165,7 +165,7 @@ def test_lies_under_a_valid_seal(loops: Kernels) -> None:
         believed += 1
         Gathered(other).open(message, EXPECTED, 1, MINE)
         reader = Reader(body)
-        receiver.context.buffers.unpack(reader)
+        receiver.context.buffers.unpack(reader, range(2))
         for slab in receiver.layout.slabs:
             here = torch.zeros(slab.chunks, slab.area)
             CODEC.decode(reader, slab, loops).add_to(here)

@@ -248,7 +248,7 @@ def test_a_transport_that_lacks_something_is_refused_by_name() -> None:
         def sum(self, buffer: Tensor, *, count: Count) -> Tensor:  # noqa: ARG002
             return buffer
 
-    with pytest.raises(MethodError, match=r"has no broadcast, commit, gather\(count=\); give Solo\(\)"):
+    with pytest.raises(MethodError, match=r"has no all_to_all, broadcast, commit, gather\(count=\); give Solo\(\)"):
         Replica(*build(0), overtone.decoupled(), Older())  # type: ignore[arg-type]
 
 
@@ -326,7 +326,7 @@ def test_numbers_that_can_be_summed_can_be_gathered_as_well(name: str, monkeypat
     """The same to rounding: a gather sums in rank order and then divides."""
     method = METHODS[name]() if name == "ddp" else METHODS[name](every=1)
     summed = play(method)
-    monkeypatch.setattr(rounds, "pattern_for", lambda payload, context: Gathered(context))  # noqa: ARG005
+    monkeypatch.setattr(rounds, "pattern_for", lambda method, context, members: Gathered(context))  # noqa: ARG005
     gathered = play(method)
     for a, b in zip(weights(summed.replicas[0]), weights(gathered.replicas[0]), strict=True):
         assert torch.allclose(a, b, atol=1e-6)

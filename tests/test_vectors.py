@@ -108,7 +108,7 @@ def fingerprint_vectors() -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     model[0].weight.requires_grad_(False)
     buffers = Buffers(model, "shared")
-    about = describe(overtone.decoupled(), dict(model.named_parameters()), buffers, "raise")
+    about = describe(overtone.decoupled(exchange="gathered"), dict(model.named_parameters()), buffers, "raise")
     about["overtone"] = "0.0.0"
     marks = {"0": "0a0b0c0d", "1": "", "10": "01020304"}
     parts = [b"\x01run-id\xff", (258).to_bytes(4, "little"), json.dumps(marks).encode()]

@@ -113,7 +113,7 @@ class Round:
     bytes_sent: int
     bytes_received: int
     seconds_encoding: float
-    seconds_waiting: float
+    seconds_waiting: float  # in which the replica stood still for the exchange
     seconds_decoding: float
     drift_norm: float  # for methods that exchange gradients, the norm of the gradient
     residual_norm: float
@@ -121,3 +121,4 @@ class Round:
     # which all replicas began the round.
     anchor_fingerprint: str
     left_out: tuple[int, ...] = ()  # ranks whose message was refused, if the policy is to go on without them
+    seconds_hidden: float = 0.0  # of the exchange, in which the replica went on training

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from overtone.errors import MethodError, ModelError, StateError
-from overtone.exchange import state
+from overtone.exchange import flight, state
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.closing import closing
 from overtone.exchange.description import describe, schema_of
@@ -22,11 +22,11 @@ from overtone.exchange.handshake import Handshake
 from overtone.exchange.inner_step import Closure, InnerStep
 from overtone.exchange.message import MOST_REPLICAS, Seal
 from overtone.exchange.parameters import Parameters
-from overtone.exchange.round import Exchanger
+from overtone.exchange.round import Exchanger, Pending
 from overtone.exchange.state import ExchangeState, Shared
 from overtone.ledger import Round
 from overtone.methods import Method, decoupled
-from overtone.transport import Exchange, Transport, lacking, run_exchange
+from overtone.transport import Background, Exchange, Flight, Transport, lacking, run_exchange
 from overtone.world.join import connect
 
 
@@ -57,7 +57,8 @@ class Replica:
     ) -> None:
         if not isinstance(method, Method | None):
             raise MethodError(f"method={method!r}: give a Method, such as overtone.decoupled(every=64)")
-        if transport is not None and (missing := lacking(transport)):
+        overlaps = method is not None and method.delay > 0
+        if transport is not None and (missing := lacking(transport, overlaps=overlaps)):
             raise MethodError(
                 f"transport={transport!r}: has no {', '.join(missing)}; give Solo(), Torch(group), one of your own "
                 "with all that overtone.transport.Transport asks for, or None for the world at hand"
@@ -84,8 +85,12 @@ class Replica:
         # Each local step replaces it. After a checkpoint was loaded, `finish` may start a round before any local step.
         self._inner_step = InnerStep(inner, self.parameters.exchanged)
         self._showing_anchor = False
+        self._flight: Flight | None = None  # the exchange in the background
+        self._background: Background | None = None
         if join:
             run_exchange(self.joining(), self.transport, "setup")
+            if self.method.delay:  # now and not at the first round: a second channel needs all peers
+                self._background = self.transport.background()
 
     @property
     def model(self) -> nn.Module:
@@ -145,24 +150,38 @@ class Replica:
     ) -> Round | None:
         """Take one local step with the present gradients. If a round is due, run it too and return its record.
 
+        With a `delay`, a round only starts here, and its exchange goes on beside the training. So many steps later it
+        is absorbed, and its record is returned then.
+
         ``clip`` limits the norm of the gradient that the inner optimizer uses. For methods that exchange gradients,
         this is the averaged gradient. ``scaler`` steps the inner optimizer through a `GradScaler`. A step that the
         scaler skips still counts, so all replicas count the same steps. ``closure`` is passed to the inner optimizer.
         """
-        if not self.local_step(clip=clip, scaler=scaler, closure=closure):
-            return None
-        pending = self.exchanger.start(self._inner_step)
-        run_exchange(pending.exchange, self.transport, "rounds")
-        return self.exchanger.finish(pending)
+        due = self.local_step(clip=clip, scaler=scaler, closure=closure)
+        absorbed = self._absorb() if self.exchanger.must_absorb else None
+        if not due:
+            return absorbed
+        if self.method.delay:
+            self._launch(self.exchanger.start(self._inner_step, overlapped=True))
+            return absorbed
+        return run_exchange(self.rounding(), self.transport, "rounds")
 
     def finish(self) -> list[Round]:
         """Bring all replicas to the same weights. These are the weights to save.
 
-        First comes a round for steps that are not yet exchanged. Then come `drain` messages, with every coefficient at
-        one bit. They move the anchor to the mean of the replicas. With methods without consensus (`alone`,
-        `published`), each replica ends with its own weights.
+        First, a round that is in flight is absorbed. Then comes a round for steps that are not yet exchanged. Then come
+        `drain` messages, with every coefficient at one bit. They move the anchor to the mean of the replicas. With
+        methods without consensus (`alone`, `published`), each replica ends with its own weights.
         """
-        return run_exchange(self.finishing(), self.transport, "finish")
+        self._refuse_to_finish_at_anchor()
+        absorbed = [self._absorb()] if self.exchanger.in_flight else []
+        return [*absorbed, *run_exchange(self.finishing(), self.transport, "finish")]
+
+    def settle(self) -> None:
+        """Wait until no exchange goes on in the background. A process that ends before its peers have received its
+        message would take it with it."""
+        if self._flight is not None:
+            self._flight.settle()
 
     @contextmanager
     def anchor(self) -> Iterator[nn.Module]:
@@ -210,10 +229,30 @@ class Replica:
             self._inner_step.take()
         else:
             self._inner_step.must_wait(self.method.name)
-        state, every = self.exchanger.state, self.method.every
         # Counted even if a GradScaler skipped the step: all replicas must reach the round at the same count.
-        state.steps += 1
-        return every is not None and state.steps - state.steps_at_round >= every
+        self.state.steps += 1
+        return self.exchanger.is_due
+
+    # -- a round in flight -----------------------------------------------------------------------------------------
+
+    def _launch(self, pending: Pending) -> None:
+        """Let the exchange of a round go on in the background."""
+        if self._background is not None:  # in the simulator, the cluster carries it
+            self._flight = self._background.launch(pending.exchange)
+
+    def _absorb(self) -> Round:
+        """Wait for the exchange in flight, if it is not over yet, and finish its round."""
+        pending, carried = self.exchanger.in_flight, self._flight
+        assert pending is not None
+        assert carried is not None
+        waited = carried.settle()  # an interrupt here changes nothing: the round stays in flight
+        self._flight = None
+        try:
+            carried.land()
+        except BaseException:
+            self.exchanger.refuse(pending)
+            raise
+        return self.exchanger.finish(pending, waited=waited, hidden=max(0.0, carried.seconds - waited))
 
     # -- exchanges: a replica's side of each, to be carried by a transport (see transport.py) ----------------------
 
@@ -236,15 +275,16 @@ class Replica:
     def rounding(self, method: Method | None = None) -> Exchange[Round]:
         """A whole round. ``method`` replaces the replica's own method in the draining messages of `finish`."""
         pending = self.exchanger.start(self._inner_step, method)
-        yield from pending.exchange
+        try:
+            yield from pending.exchange
+        except BaseException:  # an interrupt too
+            self.exchanger.refuse(pending)
+            raise
         return self.exchanger.finish(pending)
 
     def finishing(self) -> Exchange[list[Round]]:
         """All exchanges of `finish`: a last round if steps are left, the draining messages, and a last comparison."""
-        if self._showing_anchor:
-            raise ModelError(
-                "finish: inside `with replica.anchor()` the replica's own weights would come back; leave it"
-            )
+        self._refuse_to_finish_at_anchor()
         rounds: list[Round] = []
         if self.method.every is not None and self.steps > self.state.steps_at_round:
             rounds.append((yield from self.rounding()))
@@ -263,19 +303,36 @@ class Replica:
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole exchange state, at any local step between two rounds. Tensors are references, as in `torch.optim`.
+        """The whole exchange state, at any local step. Tensors are references, as in `torch.optim`.
 
-        The model and the inner optimizer have their own state. Save and load them beside this one, the model first.
+        The message of a round in flight is part of it. The model and the inner optimizer have their own state. Save and
+        load them beside this one, the model first.
         """
         self._refuse_at_anchor("state_dict", "save")
         self._refuse_changes("state_dict")
-        return state.save(self.state, self.description, self.exchanger.signal, self.buffers, self.transport.ledger)
+        exchanger, pending = self.exchanger, self.exchanger.in_flight
+        if self.state.under_way and pending is None:
+            raise StateError("state_dict: in the middle of a round nothing is settled; save after it")
+        saved = state.save(self.state, self.description, exchanger.signal, self.buffers, self.transport.ledger)
+        if pending is None:
+            return saved
+        return {**saved, "flight": flight.save(pending, exchanger.pattern.name, len(self.transport.peers))}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`. If it is of another model or method, the error names the difference."""
         self._refuse_at_anchor("load_state_dict", "load")
         self._refuse_changes("load_state_dict")
-        state.restore(self.state, saved, self.description, self.exchanger.signal, self.buffers, self.transport.ledger)
+        exchanger, message = self.exchanger, saved.get("flight")
+        if message is not None and flight.is_foreign(message, exchanger):
+            saved, message = flight.take_back(saved, exchanger), None
+        if message is not None:
+            flight.check(message, exchanger)
+        state.restore(self.state, saved, self.description, exchanger.signal, self.buffers, self.transport.ledger)
+        # Only now: a state that does not fit must leave everything as it was, a round in flight too.
+        self.settle()
+        exchanger.in_flight = self._flight = None
+        if message is not None:
+            self._launch(flight.restore(message, exchanger, self._inner_step))
 
     def share(self) -> Shared:
         """The state that a newcomer takes over from this replica."""
@@ -302,6 +359,12 @@ class Replica:
         """
         if why := self.exchanger.changes():
             raise ModelError(f"{verb}: {why}")
+
+    def _refuse_to_finish_at_anchor(self) -> None:
+        if self._showing_anchor:
+            raise ModelError(
+                "finish: inside `with replica.anchor()` the replica's own weights would come back; leave it"
+            )
 
     def _refuse_at_anchor(self, verb: str, do: str) -> None:
         if self._showing_anchor:

@@ -13,7 +13,9 @@ world/process_group.py.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -63,6 +65,11 @@ class Transport(Protocol):
         """Copy the tensors of rank 0 into the tensors of all other ranks."""
         ...
 
+    def background(self) -> Background:
+        """Make a second channel to the same peers, with its own order of collectives, for exchanges that go on beside
+        the training. Only methods with a delay need it."""
+        ...
+
     def commit(self, index: int) -> None:
         """Confirm round ``index``: all replicas have read the same messages, and no weight has changed yet.
 
@@ -76,9 +83,9 @@ COLLECTIVES = ("all_to_all", "broadcast", "gather", "sum")  # each adds its cost
 PARTS = ("rank", "size", "ledger", "peers", *COLLECTIVES, "commit")
 
 
-def lacking(thing: object) -> list[str]:
-    """The parts of a transport that a thing does not have."""
-    missing = [name for name in PARTS if not hasattr(thing, name)]
+def lacking(thing: object, *, overlaps: bool) -> list[str]:
+    """The parts of a transport that a thing does not have. ``overlaps``: exchanges are to go on beside the training."""
+    missing = [name for name in (*PARTS, *(("background",) if overlaps else ())) if not hasattr(thing, name)]
     for verb in (name for name in COLLECTIVES if name not in missing):
         kinds = {name: p.kind for name, p in inspect.signature(getattr(thing, verb)).parameters.items()}
         if "count" not in kinds and inspect.Parameter.VAR_KEYWORD not in kinds.values():
@@ -160,11 +167,13 @@ Collective = Gather | AllToAll | Sum | Broadcast | Commit
 Exchange = Generator[Collective, Any, T]  # each collective it yields is answered with the result of `carry`
 
 
-def run_exchange(exchange: Exchange[T], transport: Transport, phase: str = "rounds") -> T:
-    """Carry one exchange to its end, and add its cost to ``phase`` of the ledger.
+def run_exchange(exchange: Exchange[T], transport: Transport, phase: str | None = "rounds") -> T:
+    """Carry one exchange to its end, and add its cost to ``phase`` of the ledger (None: the caller will).
 
     An error of a collective is thrown into the exchange, so that the exchange can undo its changes.
     """
+    ledger = Ledger() if phase is None else transport.ledger
+    phase = phase or "rounds"
     try:
         collective = next(exchange)
         while True:
@@ -172,10 +181,10 @@ def run_exchange(exchange: Exchange[T], transport: Transport, phase: str = "roun
                 result = collective.carry(transport)
             except OvertoneError as error:
                 # Counted too: a failed collective has also taken time.
-                transport.ledger.add(phase, collective.count)
+                ledger.add(phase, collective.count)
                 collective = exchange.throw(error)
             else:
-                transport.ledger.add(phase, collective.count)
+                ledger.add(phase, collective.count)
                 collective = exchange.send(result)
     except StopIteration as end:
         value: T = end.value
@@ -202,6 +211,60 @@ def counted(exchange: Exchange[T], total: Count) -> Exchange[T]:
         return value
     finally:
         exchange.close()
+
+
+# -- exchanges beside the training ---------------------------------------------------------------------------------
+
+SLICE = 0.25  # seconds: the longest time until a waiting thread reacts to a signal
+
+
+class Background:
+    """Carries exchanges in a thread, one at a time, while the replica goes on training.
+
+    ``channel`` is a transport that nothing else uses. ``idle`` is called now and then while the training thread waits.
+    """
+
+    def __init__(self, channel: Transport, idle: Callable[[], None] = lambda: None) -> None:
+        self.channel = channel
+        self.idle = idle
+
+    def launch(self, exchange: Exchange[None]) -> Flight:
+        """Begin to carry an exchange. Its cost is not added to the ledger: whoever lands it does that."""
+        return Flight(exchange, self)
+
+
+class Flight:
+    """An exchange that is carried in the background."""
+
+    def __init__(self, exchange: Exchange[None], background: Background) -> None:
+        self.seconds = 0.0  # that it took
+        self._background = background
+        self._error: BaseException | None = None
+        # A daemon: a process that fails in its training must be able to end.
+        self._thread = threading.Thread(target=self._carry, args=(exchange,), name="overtone exchange", daemon=True)
+        self._thread.start()
+
+    def _carry(self, exchange: Exchange[None]) -> None:
+        begin = time.perf_counter()
+        try:
+            run_exchange(exchange, self._background.channel, None)
+        except BaseException as error:  # raised by `land`, in the thread that can act on it
+            self._error = error
+        self.seconds = time.perf_counter() - begin
+
+    def settle(self) -> float:
+        """Wait for the end of the exchange, successful or not. Returns the seconds of waiting."""
+        begin = time.perf_counter()
+        self._thread.join(0)
+        while self._thread.is_alive():
+            self._thread.join(SLICE)
+            self._background.idle()
+        return time.perf_counter() - begin
+
+    def land(self) -> None:
+        """Raise the error of the exchange, if it failed. Call `settle` first."""
+        if self._error is not None:
+            raise self._error
 
 
 class AlwaysCommits:
@@ -233,6 +296,9 @@ class Solo(AlwaysCommits):
 
     def broadcast(self, tensors: Sequence[Tensor], *, count: Count) -> None:
         pass
+
+    def background(self) -> Background:
+        return Background(self)
 
     def leave(self, words: str) -> None:  # there is no peer to notify
         pass

@@ -96,7 +96,14 @@ def pattern_for(method: Method, context: Context, members: int) -> Pattern:
     if exchange == "auto":
         sizes = [shared.numel() for shared in context.buffers.shared]
         exchange = cost_of(method, context.layout.slabs, sizes, members).cheaper
-    if exchange == "gathered" or members == 1:  # alone, a replica owns everything and sends nothing
-        return Gathered(context)
-    assert isinstance(method.codec, TopK)
-    return Sharded(context, method.codec, letters_for(method.codec, method.keep_down, members))
+    if members == 1:  # alone, a replica owns everything and sends nothing
+        exchange = "gathered"
+    return pattern_named(exchange, method, context, members)
+
+
+def pattern_named(name: str, method: Method, context: Context, members: int) -> Pattern:
+    """The pattern of this name, for the messages of a method among so many replicas."""
+    if name == Sharded.name:
+        assert isinstance(method.codec, TopK)
+        return Sharded(context, method.codec, letters_for(method.codec, method.keep_down, members))
+    return {pattern.name: pattern for pattern in (Gathered, Summed)}[name](context)

@@ -22,6 +22,8 @@ from overtone.transport import Exchange, Gather
 class Gathered:
     """The pattern of an all-gather. It keeps no state from round to round."""
 
+    name = "gathered"
+
     def __init__(self, context: Context) -> None:
         self.context = context
         self.state: State = {}

@@ -92,6 +92,7 @@ class Pattern(Protocol):
     ``state`` is kept from round to round, and is saved with the state of the rule.
     """
 
+    name: str
     state: State
 
     def deal(self, members: int) -> Deal:

@@ -27,7 +27,7 @@ from overtone.coding.kernels import Kernels, kernels_for
 from overtone.coding.layout import Layout, inner_part, parts_of
 from overtone.errors import GaveUpError, NotFiniteError, StateError
 from overtone.exchange.buffers import Buffers
-from overtone.exchange.choice import letters_for, pattern_for
+from overtone.exchange.choice import letters_for, pattern_for, pattern_named
 from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
 from overtone.exchange.dealing import Deal
 from overtone.exchange.inner_step import InnerStep
@@ -67,9 +67,15 @@ class Pending:
     steps: int  # local steps so far, at the start
     norms: Tensor  # the norm of the signal in each slab
     seconds_encoding: float
+    buffers_at: Sequence[Tensor] | None = None  # a copy of the floating buffers, if local steps may follow
     count: Count = field(default_factory=Count)  # the cost of the exchange
     exchange: Exchange[None] = field(init=False)
     received: Received | None = None  # set at the end of the exchange
+
+    @property
+    def overlapped(self) -> bool:
+        """True if local steps may follow before the round is finished."""
+        return self.sources.measured_at is not None
 
 
 @dataclass(frozen=True)
@@ -158,8 +164,9 @@ class Exchanger:
         self.device = parameters.exchanged[0].device
         self.kernels = kernels_for(self.layout.size, self.device)
         flags = len(parameters.exchanged) if self.signal.tells_presence else 0
-        context = Context(self.layout, self.kernels, buffers, seal, self.device, refused, flags)
-        self.pattern = pattern_for(method, context, transport.size)
+        self._context = Context(self.layout, self.kernels, buffers, seal, self.device, refused, flags)
+        self.pattern = pattern_for(method, self._context, transport.size)
+        self.in_flight: Pending | None = None  # the round whose exchange goes on beside the training
 
     # -- first half ------------------------------------------------------------------------------------------------
 
@@ -187,15 +194,13 @@ class Exchanger:
             header = replace(header, kind=Kind.ABSTAIN if self._may_skip(inner_step) else Kind.FAILURE)
         elif why := self.buffers.not_finite():
             header = replace(header, kind=Kind.FAILURE)
-        deal = self.pattern.deal(peers)
-        work = SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal)
+        work = self.work(row)
         mine, norms = Contribution(header, row.codec, why=why), torch.tensor([math.nan])
         if not why:
-            buffers = self.buffers.blocks(deal.buffers, as_numbers=row.codec.payload is Payload.NUMBERS)
-            letters = letters_for(row.codec, row.keep_down, peers) if isinstance(row.codec, TopK) else None
+            buffers = self.buffers.blocks(work.deal.buffers, as_numbers=row.codec.payload is Payload.NUMBERS)
             try:
                 blocks, norms = work.encode(self.state.tensors, sources, scale=self._loss_scale(inner_step))
-                mine = Contribution(header, row.codec, deal, blocks, buffers, letters, sources.present)
+                mine = self.contribution(header, row, work, blocks, buffers, sources)
             except NotFiniteError as error:
                 # The signal is finite, but its sum with the residual is not. Some slabs of the state have changed
                 # already. They need no repair: with such a residual no further round is possible.
@@ -205,11 +210,38 @@ class Exchanger:
                 if "residual" in self.state.tensors or not row.codec.lossless:
                     self.state.broken = INTERRUPTED.format(index=self.state.rounds)
                 raise
+        buffers_at = [b.clone() for b in self.buffers.float_tensors()] if overlapped and not why else None
         seconds = time.perf_counter() - begin
-        pending = Pending(work, mine, inner_step, sources, steps, norms, seconds)
+        return self.resume(Pending(work, mine, inner_step, sources, steps, norms, seconds, buffers_at))
+
+    def resume(self, pending: Pending) -> Pending:
+        """Give a round its exchange. After a checkpoint was loaded, this continues the round that was in flight."""
         pending.exchange = counted(self._exchange(pending), pending.count)
         self.state.under_way = True
+        self.in_flight = pending if pending.overlapped else None
         return pending
+
+    def work(self, row: Method, pattern: str | None = None, members: int = 0) -> SlabWork:
+        """The work of a round of this method. ``pattern`` and ``members`` are those of another world, if given."""
+        if pattern is None:
+            deal = self.pattern.deal(len(self.transport.peers))
+        else:
+            deal = pattern_named(pattern, row, self._context, members).deal(members)
+        return SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal)
+
+    def contribution(
+        self,
+        header: Header,
+        row: Method,
+        work: SlabWork,
+        blocks: Sequence[Block],
+        buffers: Sequence[Block],
+        sources: Sources,
+    ) -> Contribution:
+        """The contribution of this replica to a round of the method ``row``."""
+        peers, codec = len(self.transport.peers), row.codec
+        letters = letters_for(codec, row.keep_down, peers) if isinstance(codec, TopK) else None
+        return Contribution(header, codec, work.deal, blocks, buffers, letters, sources.present)
 
     def header(self, kind: Kind) -> Header:
         """The header of this replica's next message."""
@@ -221,24 +253,27 @@ class Exchanger:
     # -- between the halves ----------------------------------------------------------------------------------------
 
     def _exchange(self, pending: Pending) -> Exchange[None]:
-        """Exchange the contributions, and verify them in the same way on every replica. No weight changes.
+        """Exchange the contributions, and verify them in the same way on every replica.
 
-        If the round is refused, the payload goes back into the residual.
+        It may run in another thread than the training, so it changes neither weights nor state.
         """
-        try:
-            received = yield from self.carry(pending.contribution)
-            anchors = {header.sender: header.anchor for header in received.headers}
-            compare_anchors(self.state.rounds, anchors, of_weights="anchor" not in self.state.tensors)
-            if received.not_finite is not None and not self._may_skip(pending.inner_step):
-                raise self._overflowing_sum(received.not_finite)
-            yield Commit(self.state.rounds)
-        except BaseException:  # an interrupt too: the replica can go on, or be saved, as if the round had never begun
-            self.state.under_way = False
-            # The residual now contains this drift, so the drift must not be measured a second time.
-            if pending.work.withdraw(self.state.tensors, pending.contribution.blocks):
-                self.signal.restart(pending.sources)
-            raise
+        received = yield from self.carry(pending.contribution)
+        anchors = {header.sender: header.anchor for header in received.headers}
+        compare_anchors(self.state.rounds, anchors, of_weights="anchor" not in self.state.tensors)
+        if received.not_finite is not None and not self._may_skip(pending.inner_step):
+            raise self._overflowing_sum(received.not_finite)
+        yield Commit(self.state.rounds)
         pending.received = received
+
+    def refuse(self, pending: Pending) -> None:
+        """Take a round back whose exchange failed or was interrupted.
+
+        The payload goes back into the residual. The replica can go on, or be saved, as if the round had never begun.
+        """
+        self.state.under_way, self.in_flight = False, None
+        # The residual now contains this drift, so the drift must not be measured a second time.
+        if pending.work.withdraw(self.state.tensors, pending.contribution.blocks):
+            self.signal.restart(pending.sources)
 
     def carry(self, mine: Contribution) -> Exchange[Received]:
         """Exchange the contributions of all replicas.
@@ -264,14 +299,32 @@ class Exchanger:
         told = self.parameters.overflowing_sum(tensor, self._signal_name, self.state.steps)
         return GaveUpError(f"round {self.state.rounds}: {told}")
 
+    @property
+    def is_due(self) -> bool:
+        """True if the next round is to start now."""
+        if self.method.every is None:
+            return False
+        began = self.state.steps_at_round if self.in_flight is None else self.in_flight.steps
+        return self.state.steps - began >= self.method.every
+
+    @property
+    def must_absorb(self) -> bool:
+        """True if the round in flight is to be absorbed now. A step number decides, so all replicas do it together."""
+        return self.in_flight is not None and self.state.steps - self.in_flight.steps >= self.method.delay
+
     # -- second half -----------------------------------------------------------------------------------------------
 
-    def finish(self, pending: Pending) -> Round:
-        """Update the weights with the mean of all payloads. Returns the record of the round."""
+    def finish(self, pending: Pending, *, waited: float = 0.0, hidden: float = 0.0) -> Round:
+        """Update the weights with the mean of all payloads. Returns the record of the round.
+
+        ``waited`` and ``hidden`` are the seconds of an overlapped exchange in which the replica stood still, and in
+        which it went on training.
+        """
         received = pending.received
         if received is None:
             raise StateError("finish: the round's exchange is not over; carry it by run_exchange() first")
-        self.state.under_way = False  # the exchange is over, whatever happens from here on
+        # The exchange is over, whatever happens from here on.
+        self.state.under_way, self.in_flight = False, None
         begin = time.perf_counter()
         abstained = received.not_finite is not None or any(h.kind is Kind.ABSTAIN for h in received.headers)
         # No receiver counted this replica's payload in either case.
@@ -283,12 +336,18 @@ class Exchanger:
             except BaseException:  # some slabs have moved, others have not
                 self.state.broken = INTERRUPTED.format(index=self.state.rounds)
                 raise
-        seconds = time.perf_counter() - begin + received.seconds
+        seconds = time.perf_counter() - begin
+        if pending.overlapped:
+            # Only now, so that a checkpoint never has half of the cost of an exchange.
+            pending.count.waiting = waited
+            self.transport.ledger.add("rounds", pending.count)
+        else:
+            seconds += received.seconds
         if abstained:
             pending.inner_step.skip()
         elif not self.signal.inner_first:
             pending.inner_step.take()
-        return self._record(pending, received, seconds)
+        return replace(self._record(pending, received, seconds), seconds_hidden=hidden)
 
     def _absorb(self, pending: Pending, received: Received) -> None:
         """Mean → rule → weights, slab by slab; then the buffers. The messages are verified already."""
@@ -303,7 +362,7 @@ class Exchanger:
         scale = self._loss_scale(pending.inner_step)
         self.signal.answer(pending.sources, present=present, scale=scale)
         if buffers:
-            self.buffers.absorb(buffers, None)
+            self.buffers.absorb(buffers, pending.buffers_at)
 
     def _record(self, pending: Pending, received: Received, seconds_decoding: float) -> Round:
         state, tensors, anchor = self.state, self.state.tensors, pending.contribution.header.anchor

@@ -37,6 +37,8 @@ from overtone.transport import AllToAll, Exchange, Gather
 class Sharded:
     """The pattern of owners. It keeps no state: what an owner owes is in its residual."""
 
+    name = "sharded"
+
     def __init__(self, context: Context, codec: Codec, letters: LetterCodec) -> None:
         self.context = context
         self.state: State = {}

@@ -42,9 +42,7 @@ class ExchangeState:
 def save(
     state: ExchangeState, description: Description, signal: Signal, buffers: Buffers, ledger: Ledger
 ) -> dict[str, Any]:
-    """The saved form of a state. Tensors are references."""
-    if state.under_way:
-        raise StateError("state_dict: in the middle of a round nothing is settled; save after it")
+    """The saved form of a state. Tensors are references. A round in flight is saved apart (exchange/flight.py)."""
     if state.broken:
         raise StateError(f"state_dict: {state.broken}")
     saved = {

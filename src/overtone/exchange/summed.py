@@ -30,6 +30,8 @@ from overtone.transport import Exchange, Gather, Sum
 class Summed:
     """The pattern of an all-reduce. The vector of one round is used again in the next, because new memory is slow."""
 
+    name = "summed"
+
     def __init__(self, context: Context) -> None:
         self.context = context
         self.state: State = {}

@@ -20,7 +20,7 @@ from overtone.methods import Method
 from overtone.replica import Replica
 from overtone.sim.network import Absence, Link
 from overtone.sim.rng import Randomness, seed_of
-from overtone.transport import AllToAll, AlwaysCommits, Broadcast, Collective, Exchange, Gather, Sum
+from overtone.transport import AllToAll, AlwaysCommits, Background, Broadcast, Collective, Exchange, Gather, Sum
 
 T = TypeVar("T")
 
@@ -54,10 +54,13 @@ class SimTransport(AlwaysCommits):
         posted = [self.mailbox.posted[rank] for rank in self.peers] if self.rank in self.mailbox.posted else []
         found: list[T] = [collective for collective in posted if isinstance(collective, kind)]
         if not found or len(found) < len(posted):
-            raise OvertoneError(
-                f"replica {self.rank} of a cluster cannot exchange by itself; call step() and finish() on the Cluster"
-            )
+            raise self._not_alone()
         return found
+
+    def _not_alone(self) -> OvertoneError:
+        return OvertoneError(
+            f"replica {self.rank} of a cluster cannot exchange by itself; call step() and finish() on the Cluster"
+        )
 
     def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:  # noqa: ARG002
         messages = [posted.message for posted in self._posted(Gather)]
@@ -96,6 +99,18 @@ class SimTransport(AlwaysCommits):
         for mine, theirs in zip(tensors, source, strict=True):
             mine.detach().copy_(theirs.detach())
 
+    def background(self) -> Background:
+        raise self._not_alone()
+
+
+@dataclass
+class _Flight:
+    """An exchange that goes on beside the training, in virtual time."""
+
+    began: list[float]  # by rank: when it was launched
+    arrives: list[float]  # by rank: when the last of its messages arrives
+    error: OvertoneError | None = None
+
 
 class Cluster:
     """K replicas in lockstep.
@@ -131,6 +146,7 @@ class Cluster:
                 raise OvertoneError(f"absence of rank {absence.rank}: there are ranks 0 to {replicas - 1}")
         self.clock = 0.0  # virtual seconds since the start
         self._busy = [0.0] * replicas  # virtual time up to which each replica has computed
+        self._flight: _Flight | None = None  # the exchange that goes on beside the training
         self._random = [Randomness(seed_of(seed, rank)) for rank in range(replicas)]
         self.mailbox = Mailbox()
         self.replicas: list[Replica] = []
@@ -170,21 +186,68 @@ class Cluster:
             rank = replica.transport.rank
             self._busy[rank] += self.step_seconds[rank]
             due.append(replica.local_step(clip=clip, scaler=scaler, closure=closure))
+        self.clock = max(self.clock, *(self._busy[r.transport.rank] for r in self.present()))
+        absorbed = self._absorb() if self.present()[0].exchanger.must_absorb else []
         if not all(due):
-            self.clock = max(self.clock, *(self._busy[r.transport.rank] for r in self.present()))
-            return []
+            return absorbed
+        if self.method.delay:
+            self._launch()
+            return absorbed
         rounds = self.run_exchanges({r.transport.rank: r.rounding() for r in self.present()}, "rounds")
+        self._advance()
+        return rounds
+
+    def _launch(self) -> None:
+        """Start a round whose exchange goes on beside the training."""
+        self.mailbox.peers = [replica.transport.rank for replica in self.present()]
+        for replica in self.turns():
+            replica.exchanger.start(replica._inner_step, overlapped=True)
+        self._fly()
+
+    def _fly(self) -> None:
+        """Carry the exchange of the rounds in flight. The clock of the network runs beside that of the training."""
+        pending = {r.transport.rank: r.exchanger.in_flight for r in self.present()}
+        self._flight = flight = _Flight(list(self._busy), list(self._busy))
+        try:
+            self.run_exchanges({rank: one.exchange for rank, one in pending.items() if one}, None, flight.arrives)
+        except OvertoneError as error:  # raised when the round is to be absorbed, as in a real run
+            flight.error = error
+
+    def _absorb(self) -> list[Round]:
+        """Finish the round in flight. A replica that gets here before its messages do stands still until they come."""
+        if self._flight is None:  # the replicas were restored from a state with a round in flight
+            self._fly()
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        rounds = []
+        for replica in self.turns():
+            rank, pending = replica.transport.rank, replica.exchanger.in_flight
+            assert pending is not None
+            if flight.error is not None:
+                replica.exchanger.refuse(pending)
+                continue
+            waited = max(0.0, flight.arrives[rank] - self._busy[rank])
+            self._busy[rank] += waited
+            hidden = flight.arrives[rank] - flight.began[rank] - waited
+            rounds.append(replica.exchanger.finish(pending, waited=waited, hidden=hidden))
+        if flight.error is not None:
+            raise flight.error
+        self.clock = max(self.clock, *(self._busy[r.transport.rank] for r in self.present()))
         self._advance()
         return rounds
 
     def finish(self) -> list[list[Round]]:
         """`Replica.finish` for all replicas. Absent replicas rejoin first, so that all end with the same weights."""
+        absorbed = self._absorb() if self.present()[0].exchanger.in_flight else []
         host = self.present()[0]
         for absence in self.absences:
             if absence.covers(self.rounds):
                 self._rejoin(self.replicas[absence.rank], host)
         self.absences = ()
-        return self.run_exchanges({rank: replica.finishing() for rank, replica in enumerate(self.replicas)}, "finish")
+        finishing = {rank: replica.finishing() for rank, replica in enumerate(self.replicas)}
+        return [
+            [*absorbed[rank : rank + 1], *last] for rank, last in enumerate(self.run_exchanges(finishing, "finish"))
+        ]
 
     def _advance(self) -> None:
         """End the round. Replicas whose absence is over rejoin from the anchor of a replica that was present."""
@@ -206,8 +269,11 @@ class Cluster:
         seconds = max(up.seconds(size, 0, 1), down.seconds(0, size, 1))
         self._busy[guest.transport.rank] = self.clock + seconds
 
-    def run_exchanges(self, exchanges: Mapping[int, Exchange[T]], phase: str) -> list[T]:
-        """Carry all exchanges to their end, one collective at a time, and add their cost to ``phase``."""
+    def run_exchanges(
+        self, exchanges: Mapping[int, Exchange[T]], phase: str | None, clocks: list[float] | None = None
+    ) -> list[T]:
+        """Carry all exchanges to their end, one collective at a time, and add their cost to ``phase`` (None: the caller
+        will). ``clocks`` are the virtual times of the replicas, which advance; by default those of their work."""
         mailbox = self.mailbox
         mailbox.peers = sorted(exchanges)
         results: dict[int, T] = {}
@@ -231,23 +297,25 @@ class Cluster:
                     f"ranks {sorted(results)} ended the exchange, ranks {sorted(mailbox.posted)} did not"
                 )
             if mailbox.posted:
-                answers = self._carry(phase)
+                answers = self._carry(phase, self._busy if clocks is None else clocks)
         return [results[rank] for rank in exchanges]
 
-    def _carry(self, phase: str) -> dict[int, object]:
-        """Run one collective: all replicas take the result, and the clock advances by the time of the slowest."""
+    def _carry(self, phase: str | None, clocks: list[float]) -> dict[int, object]:
+        """Run one collective: all replicas take the result, and their clocks advance by the time of the slowest."""
         posted = {rank: self.mailbox.posted[rank] for rank in sorted(self.mailbox.posted)}
         transports = {rank: self.replicas[rank].transport for rank in posted}
         answers: dict[int, object] = {rank: one.carry(transports[rank]) for rank, one in posted.items()}
-        begin = max(self._busy[rank] for rank in posted)  # a collective waits for the slowest replica
+        begin = max(clocks[rank] for rank in posted)  # a collective waits for the slowest replica
         end = begin + max(
             self.links[rank].seconds(one.count.sent, one.count.received, one.count.hops) for rank, one in posted.items()
         )
         for rank, one in posted.items():
-            one.count.waiting += end - self._busy[rank]
-            transports[rank].ledger.add(phase, one.count)
-            self._busy[rank] = end
-        self.clock = max(self.clock, end)
+            one.count.waiting += end - clocks[rank]
+            if phase is not None:
+                transports[rank].ledger.add(phase, one.count)
+            clocks[rank] = end
+        if clocks is self._busy:
+            self.clock = max(self.clock, end)
         return answers
 
 

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from overtone.coding.bits import bytes_tensor, tensor_bytes
 from overtone.errors import OvertoneError, PeerError, RelayedError
 from overtone.ledger import SIZE_BYTES, Count, Ledger
-from overtone.transport import AlwaysCommits
+from overtone.transport import AlwaysCommits, Background
 from overtone.world.board import Board, Store
 from overtone.world.watchdog import Watchdog, is_done
 
@@ -74,6 +74,15 @@ class Torch(AlwaysCommits):
             group = self.watchdog.call(made, self.watchdog.limit(), self.watchdog.board.absent, "joining once more")
         self.ledger.add("upkeep", count)
         return Torch(group, timeout=self.watchdog.timeout, ledger=self.ledger)
+
+    def background(self) -> Background:
+        """A second channel for exchanges that go on beside the training."""
+        return Background(self.branch(), self._idle)
+
+    def _idle(self) -> None:
+        # Looked up each time: stop votes are set up later than this transport.
+        if self.watchdog.idle is not None:
+            self.watchdog.idle()
 
     def leave(self, words: str) -> None:
         """Write this replica's last words, for peers that would otherwise see only a broken connection."""

@@ -17,11 +17,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from overtone.errors import MethodError, PeerError
+from overtone.transport import SLICE
 from overtone.world.board import PERIOD, Board
 
 T = TypeVar("T")
 
-SLICE = 0.25  # seconds: the longest time until the process reacts to a signal
 SOON = 2.0  # seconds of waiting after which the board is opened
 NOTICE = 60.0  # seconds of waiting after which a log line names the missing ranks; the next after twice the time
 LEAST = 600.0  # seconds: no default time-out is shorter

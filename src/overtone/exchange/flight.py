@@ -1,0 +1,126 @@
+"""A round in flight as part of a saved state.
+
+The message itself is saved, not the answers of the peers. A restored replica sends the same bytes again, and so do its
+peers, which were saved at the same step. They all absorb the round at the step at which they would have, and go on as
+if they had never stopped.
+
+If the number of replicas has changed, the round is taken back instead, as if it had been refused: what was in the
+message is owed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from overtone.codec import Block
+from overtone.coding.bits import bytes_tensor, tensor_bytes
+from overtone.errors import StateError, shortened
+from overtone.exchange.inner_step import InnerStep
+from overtone.exchange.message import Header, Kind
+from overtone.exchange.pattern import Contribution
+from overtone.exchange.round import Exchanger, Pending
+
+
+def save(pending: Pending, pattern: str, members: int) -> dict[str, Any]:
+    """The saved form of a round in flight, of this pattern and among so many replicas."""
+    mine = pending.contribution
+    return {
+        "pattern": pattern,
+        "members": members,
+        "kind": int(mine.header.kind),
+        "steps": mine.header.steps,
+        "anchor": mine.header.anchor.hex(),
+        "counters": mine.header.counters.hex(),
+        "why": mine.why,
+        "blocks": _save_blocks(mine.blocks),
+        "buffers": _save_blocks(mine.buffers),
+        "measured_at": list(pending.sources.measured_at or ()),
+        "buffers_at": list(pending.buffers_at or ()),
+        "norms": pending.norms,
+        "seconds_encoding": pending.seconds_encoding,
+    }
+
+
+def restore(saved: Mapping[str, Any], exchanger: Exchanger, inner_step: InnerStep) -> Pending:
+    """The round in flight, ready to be sent again. The exchange state must have been restored already."""
+    sources = replace(exchanger.signal.measure(overlapped=True), measured_at=list(saved["measured_at"]))
+    work = exchanger.work(exchanger.method)
+    state, kind = exchanger.state, Kind(saved["kind"])
+    header = Header(
+        kind,
+        exchanger.transport.rank,
+        state.rounds,
+        int(saved["steps"]),
+        state.run,  # of this run: peers would refuse the message of an earlier one
+        exchanger.schema,
+        bytes.fromhex(saved["anchor"]),
+        bytes.fromhex(saved["counters"]),
+    )
+    mine = Contribution(header, work.codec, why=saved["why"])
+    if not mine.why:
+        blocks, buffers = _restore_blocks(saved["blocks"]), _restore_blocks(saved["buffers"])
+        mine = exchanger.contribution(header, exchanger.method, work, blocks, buffers, sources)
+    seconds, buffers_at = float(saved["seconds_encoding"]), list(saved["buffers_at"])
+    pending = Pending(work, mine, inner_step, sources, header.steps, saved["norms"], seconds, buffers_at)
+    return exchanger.resume(pending)
+
+
+def is_foreign(saved: Mapping[str, Any], exchanger: Exchanger) -> bool:
+    """True if the round was in flight in another world: another pattern, or another number of replicas."""
+    return (saved.get("pattern"), saved.get("members")) != (exchanger.pattern.name, len(exchanger.transport.peers))
+
+
+def check(saved: Mapping[str, Any], exchanger: Exchanger) -> None:
+    """Refuse a round in flight that is damaged, before anything changes."""
+    try:
+        pieces = 0 if saved["why"] else len(exchanger.work(exchanger.method, *_among(saved)).deal.pieces)
+        found = [len(saved[part]) for part in ("anchor", "counters")]
+        shapes = [tensor.shape for tensor in saved["measured_at"]]
+        if shapes != [tensor.shape for tensor in exchanger.parameters.tensors] or found != [16, 16]:
+            raise ValueError("measured weights of other shapes")
+        if pieces != len(_restore_blocks(saved["blocks"])) or Kind(saved["kind"]) not in (Kind.ROUND, Kind.FAILURE):
+            raise ValueError("a message of other parts")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = shortened(error)
+        raise StateError(f"saved state: its round in flight is incomplete or damaged ({why})") from error
+
+
+def take_back(saved: Mapping[str, Any], exchanger: Exchanger) -> dict[str, Any]:
+    """A saved state whose round in flight was taken back: its message is owed again."""
+    flight = saved["flight"]
+    check(flight, exchanger)
+    rest = {name: value for name, value in saved.items() if name != "flight"}
+    tensors = {name: tensor.clone() for name, tensor in saved["state"].items()}
+    work = exchanger.work(exchanger.method, *_among(flight))
+    # The residual then contains the drift up to the measurement, and the next drift begins there.
+    if work.withdraw(tensors, _restore_blocks(flight["blocks"])):
+        return {**rest, "state": tensors, "signal": list(flight["measured_at"])}
+    return rest
+
+
+def _among(flight: Mapping[str, Any]) -> tuple[str, int]:
+    return str(flight["pattern"]), int(flight["members"])
+
+
+def _save_blocks(blocks: Sequence[Block]) -> dict[str, Any]:
+    """All blocks as tensors. Blocks of bytes are joined, because there may be thousands."""
+    packed = b"".join(block.packed for block in blocks)
+    return {
+        "lengths": [len(block.packed) for block in blocks],
+        "bytes": bytes_tensor(packed, torch.uint8),
+        "numbers": [block.numbers for block in blocks if block.numbers is not None],
+    }
+
+
+def _restore_blocks(saved: Mapping[str, Any]) -> list[Block]:
+    if saved["numbers"]:
+        return [Block(numbers=numbers) for numbers in saved["numbers"]]
+    packed, blocks, at = tensor_bytes(saved["bytes"]), [], 0
+    for length in saved["lengths"]:
+        blocks.append(Block(packed[at : at + length]))
+        at += length
+    return blocks
