@@ -21,7 +21,15 @@ def small(row: Callable[..., Method]) -> Method:
     return row(**{name: value for name, value in SMALL.items() if name in inspect.signature(row).parameters})
 
 
-METHODS = {name: small(row) for name, row in overtone.METHODS.items()}
+# Every row of the table, and rows whose rounds meet or overlap in another way. Each must pass the same tests.
+METHODS = {
+    **{name: small(row) for name, row in overtone.METHODS.items()},
+    "decoupled, sharded": overtone.decoupled(**SMALL, exchange="sharded", keep_down=700),
+    "decoupled, delayed": overtone.decoupled(**SMALL, delay=2),
+    "decoupled, sharded, delayed": overtone.decoupled(**SMALL, exchange="sharded", delay=EVERY),
+    "diloco, delayed": overtone.diloco(every=EVERY, delay=1),
+    "published, delayed": overtone.published(**SMALL, delay=EVERY),
+}
 SPEAKING = {name: method for name, method in METHODS.items() if method.every is not None}
 CONSENSUS = {name: method for name, method in METHODS.items() if method.consensus}
 

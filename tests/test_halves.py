@@ -108,6 +108,7 @@ def test_a_round_that_is_refused_between_the_halves_keeps_the_steps(name: str) -
     refusing.left = 1
     with pytest.raises(PeerError, match="not this time"):
         run_exchange(pending.exchange, refusing)
+    replica.exchanger.refuse(pending)
     assert all(torch.equal(a, b) for a, b in zip(weights(replica), before, strict=True))
     assert not replica.state.under_way
     unsent = owed(replica)

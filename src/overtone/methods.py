@@ -94,12 +94,6 @@ class Method:
         return drifts and isinstance(self.codec, TopK) and isinstance(self.rule, Outer)
 
     @property
-    def lossless(self) -> bool:
-        """True if every round applies all that was sent, so that no replica ever owes anything."""
-        passed_on = self.exchange == "gathered" or self.keep_down == FULL_CHUNK
-        return self.codec.lossless and passed_on
-
-    @property
     def consensus(self) -> bool:
         """True if all replicas share one anchor."""
         return self.every is not None and self.rule.consensus

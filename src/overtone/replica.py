@@ -267,7 +267,7 @@ class Replica:
         weights = exchanger.layout.read(self.parameters.tensors, exchanger.layout.empty(self.device))
         # A rank that can be left out of a round needs a residual to put its payload back into.
         # So with "leave out", even a lossless codec counts as lossy here.
-        lossless = method.lossless and self._refused == "raise"
+        lossless = method.codec.lossless and exchanger.pattern.passes_all_on and self._refused == "raise"
         tensors = method.rule.begin(weights, lossless=lossless)
         exchanger.state = ExchangeState(run, tensors, exchanger.pattern.state)
         yield from handshake.confirm(everything, exchanger.anchor_tensors(), consensus=method.consensus)

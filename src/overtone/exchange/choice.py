@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overtone.codec import FULL_CHUNK, Payload, TopK, position_bits
 from overtone.coding.chunks import Slab
@@ -24,7 +24,9 @@ WORTH = 0.9  # "auto" shards if that costs less than this share of a gather, sin
 
 def letters_for(codec: TopK, keep_down: int | None, members: int) -> LetterCodec:
     """The codec of the owners' letters among so many replicas."""
-    return LetterCodec(TopK(**{**vars(codec), "keep": keep_down or default_keep_down(codec, members)}))
+    # Letters have layers of one bit, or values that are as exact as those of messages.
+    bits = {1: 1, 2: 1, 32: 32}.get(codec.bits, 16)
+    return LetterCodec(replace(codec, keep=keep_down or default_keep_down(codec, members), bits=bits))
 
 
 def default_keep_down(codec: TopK, members: int) -> int:
@@ -71,13 +73,13 @@ def cost_of(method: Method, slabs: Sequence[Slab], buffers: Sequence[int], membe
     if not method.may_shard:
         return Cost(gathered, None)
     assert isinstance(codec, TopK)
-    letters = letters_for(codec, method.keep_down, members).top_k
+    letters = letters_for(codec, method.keep_down, members)
     dealt = deal(slabs, buffers, members, lambda slab: codec.bits_of(slab) + letters.bits_of(slab))
     longest = 0
-    for up_or_down in (codec, letters):
+    for bits_of in (codec.bits_of, letters.bits_of):
         bits = [0] * members
         for piece in dealt.pieces:
-            bits[piece.part] += up_or_down.bits_of(piece.slab)
+            bits[piece.part] += bits_of(piece.slab)
         for part, own in enumerate(dealt.buffers):
             bits[part] += BUFFER_BITS // 2 * sum(buffers[number] for number in own)
         longest += max(bits) // 8 + overhead  # shorter messages are padded

@@ -23,6 +23,7 @@ class Gathered:
     """The pattern of an all-gather. It keeps no state from round to round."""
 
     name = "gathered"
+    passes_all_on = True
 
     def __init__(self, context: Context) -> None:
         self.context = context

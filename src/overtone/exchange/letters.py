@@ -1,10 +1,12 @@
 """The codec of an owner's letter: the mean of a part, made sparse again.
 
-It differs from the codec of messages in one point. The mean of few messages has fewer values than the letter may have,
-and zeros would only cost bytes. So a letter has *up to* ``keep`` values of each chunk. Chunks then have different
-numbers of values, and positions are counted through the whole piece. docs/wire.md specifies the bytes.
+It differs from the codec of messages in two points. The mean of few messages has fewer values than the letter may have,
+and zeros would only cost bytes: so a letter has *up to* ``keep`` values of each chunk, and positions are counted
+through the whole piece. And the mean has values of several sizes: what two replicas sent is twice as large as what one
+did, and one bit would make them equal. So a letter has *layers*: the strong values, then the others. A layer has signs,
+and one magnitude for each chunk. docs/wire.md specifies the bytes.
 
-Legend: c chunks in a piece, a values in a chunk, n values that the letter has of all chunks.
+Legend: c chunks in a piece, a values in a chunk, n values of all chunks in a layer.
 """
 
 from __future__ import annotations
@@ -18,18 +20,31 @@ from overtone.codec import MOST_BF16, Block, Decoded, TopK, Values, open_excepti
 from overtone.coding.bits import Reader, bytes_tensor, field_bytes, tensor_bytes, unpack_fields
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels
-from overtone.coding.kernels.in_torch import EXCEPTIONAL, FRACTION, PASSES, grid, largest_step
+from overtone.coding.kernels.in_torch import EXCEPTIONAL, FRACTION, grid, largest_step
 from overtone.errors import NotFiniteError, WireError
+
+PASSES = 4  # how often values are assigned to layers, and the mean magnitudes of the layers are computed again
 
 
 @dataclass(frozen=True)
 class LetterCodec:
-    """Sends up to ``top_k.keep`` of the strongest values of each chunk, without zeros.
+    """Sends up to ``top_k.keep`` of the strongest values of each chunk, without zeros: in two layers of one bit if
+    ``top_k.bits`` is 1, else in one layer of bf16 or fp32.
 
     Where all values are sent (plain values, or all coefficients), the letter has the block of `TopK`.
     """
 
     top_k: TopK
+
+    def bits_of(self, piece: Slab) -> int:
+        """About the number of bits of a block that is full."""
+        k = self.top_k.kept(piece)
+        bits = self.top_k.bits_of(piece)
+        if k == piece.area or self.top_k.bits > 1:
+            return bits
+        return bits + piece.chunks * (16 + 7 * k // 10)  # which layer a value is in takes about 0.7 bits
+
+    # -- writing -----------------------------------------------------------------------------------------------------
 
     def encode(self, mean: Tensor, piece: Slab, kernels: Kernels) -> tuple[Block, Decoded]:
         """The block of the mean (c, a) of a piece, and the values that all replicas will decode from it."""
@@ -43,32 +58,49 @@ class LetterCodec:
             bad = (~torch.isfinite(values)).nonzero()[0]
             raise NotFiniteError(piece.tensor_of(*divmod(int(positions[bad]), piece.area)))
         some = values != 0
-        return self._pack(positions[some].cpu(), values[some].cpu(), piece, kernels)
+        positions, values = positions[some].cpu(), values[some].cpu()
+        blocks, decoded = [], torch.empty_like(values)
+        for layer in self._layers(values, positions // piece.area, piece.chunks):
+            data, decoded[layer] = self._pack(positions[layer], values[layer], piece, kernels)
+            blocks.append(data)
+        return Block(b"".join(blocks)), Decoded(positions.view(1, -1), decoded.view(1, -1), kernels)
 
-    def _pack(self, positions: Tensor, values: Tensor, piece: Slab, kernels: Kernels) -> tuple[Block, Decoded]:
+    def _layers(self, values: Tensor, chunk: Tensor, c: int) -> list[Tensor]:
+        """Which values are in each layer."""
+        if self.top_k.bits > 1:
+            return [torch.ones_like(values, dtype=torch.bool)]
+        strong = are_strong(values, chunk, c)
+        return [strong, ~strong]
+
+    def _pack(self, positions: Tensor, values: Tensor, piece: Slab, kernels: Kernels) -> tuple[bytes, Tensor]:
+        """The bytes of a layer, and the values that they decode to."""
         n, bits = values.numel(), self.top_k.bits
         data = n.to_bytes(4, "little")
         if n == 0:
-            return Block(data), Decoded(positions.view(1, -1), values.view(1, -1), kernels)
+            return data, values
         data += kernels.pack_positions(positions.view(1, -1), piece.size)
-        if bits >= 16:
+        if bits > 1:
             sent = values if bits == 32 else values.clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
-            decoded = sent.float()
-            data += tensor_bytes(sent)
-        else:
-            chunk = positions // piece.area
-            step, codes, far = quantize(values, chunk, piece.chunks, bits)
-            decoded = grid(codes.view(-1, 1), step[chunk], bits).view(-1)
-            data += tensor_bytes(step) + kernels.pack_codes(codes, bits)
-            data += pack_exceptions(values, decoded, far, kernels)
-        return Block(data), Decoded(positions.view(1, -1), decoded.view(1, -1), kernels)
+            return data + tensor_bytes(sent), sent.float()
+        chunk = positions // piece.area
+        step, far = steps_of(values, chunk, piece.chunks)
+        codes = (values >= 0).to(torch.uint8)
+        decoded = grid(codes.view(-1, 1), step[chunk], bits).view(-1)
+        data += tensor_bytes(step) + kernels.pack_codes(codes, bits)
+        return data + pack_exceptions(values, decoded, far, kernels), decoded
+
+    # -- reading -----------------------------------------------------------------------------------------------------
 
     def decode(self, reader: Reader, piece: Slab, kernels: Kernels) -> Decoded:
         """Decode the next block. Raises `WireError` if it is invalid. Time and memory are bounded for any bytes."""
         if self.top_k.kept(piece) == piece.area:
             return self.top_k.decode(reader, piece, kernels)
-        index, values = self._open(reader, piece, kernels)
-        return Decoded(index, values(), kernels)
+        layers = self._open(reader, piece, kernels)
+        index = torch.cat([index for index, _ in layers], dim=1)
+        values = torch.cat([values() for _, values in layers], dim=1)
+        # In ascending order, as all positions. A position may be in both layers if the sender is hostile: both count.
+        order = index.view(-1).argsort(stable=True)
+        return Decoded(index[:, order], values[:, order], kernels)
 
     def check(self, reader: Reader, piece: Slab, kernels: Kernels) -> None:
         """Validate the next block and read past it. Raises `WireError` exactly if `decode` would."""
@@ -77,7 +109,17 @@ class LetterCodec:
         else:
             self._open(reader, piece, kernels)
 
-    def _open(self, reader: Reader, piece: Slab, kernels: Kernels) -> tuple[Tensor, Values]:
+    def _open(self, reader: Reader, piece: Slab, kernels: Kernels) -> list[tuple[Tensor, Values]]:
+        layers = [self._open_layer(reader, piece, kernels) for _ in range(2 if self.top_k.bits == 1 else 1)]
+        if len(layers) == 2:
+            index = torch.cat([index for index, _ in layers], dim=1).view(-1)
+            if len(index.unique()) != len(index):
+                raise WireError(
+                    f"positions, chunks of {piece.h}x{piece.w}: one is in both layers; the message is corrupt"
+                )
+        return layers
+
+    def _open_layer(self, reader: Reader, piece: Slab, kernels: Kernels) -> tuple[Tensor, Values]:
         bits, where = self.top_k.bits, f"chunks of {piece.h}x{piece.w}"
         n, most = reader.number(4, f"values, {where}"), piece.chunks * self.top_k.kept(piece)
         if n > most:  # checked before any memory is reserved for so many
@@ -85,7 +127,7 @@ class LetterCodec:
         if n == 0:
             return torch.empty(1, 0, dtype=torch.int64), lambda: torch.empty(1, 0)
         index = kernels.unpack_positions(reader, (1, n), piece.size, f"positions, {where}")
-        if bits >= 16:
+        if bits > 1:
             given = reader.finite(n, torch.bfloat16 if bits == 16 else torch.float32, f"values, {where}")
             return index, lambda: given.float().view(1, -1)
         step = open_steps(reader, piece.chunks, bits, where)
@@ -102,36 +144,48 @@ class LetterCodec:
         return index, values
 
 
-def quantize(values: Tensor, chunk: Tensor, c: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(n,) values with the number of the chunk of each, to (c,) bf16 steps, (n,) codes, and the places of exceptions.
+# -- magnitudes ------------------------------------------------------------------------------------------------------
 
-    The same fit as `coding.kernels.in_torch.quantize`, for chunks with different numbers of values: all sums are exact.
+
+def are_strong(values: Tensor, chunk: Tensor, c: int) -> Tensor:
+    """Which of the (n,) values belong to the layer of strong ones. ``chunk`` has the number of the chunk of each.
+
+    In each chunk the values fall into two groups by magnitude, such that the squared distances to the groups' means are
+    small (Lloyd's algorithm).
     """
-    half = 1 << (bits - 1)
+    whole, _ = _whole(values, chunk, c)
+    limit = _mean(whole, torch.ones_like(whole), chunk, c)
+    for _ in range(PASSES):
+        strong = (whole > limit[chunk]).double()
+        limit = (_mean(whole, strong, chunk, c) + _mean(whole, 1 - strong, chunk, c)) / 2
+    return whole > limit[chunk]
 
-    def total(numbers: Tensor) -> Tensor:
-        return torch.zeros(c, dtype=torch.float64).index_add_(0, chunk, numbers)
 
-    def largest(numbers: Tensor) -> Tensor:
-        return torch.zeros(c, dtype=numbers.dtype).scatter_reduce_(0, chunk, numbers, "amax")
+def steps_of(values: Tensor, chunk: Tensor, c: int) -> tuple[Tensor, Tensor]:
+    """(c,) bf16 steps of a grid of one bit for (n,) values, and the places of exceptions.
 
+    As `coding.kernels.in_torch.quantize`, but for chunks with different numbers of values.
+    """
+    whole, scale = _whole(values, chunk, c)
+    mean = _mean(whole, torch.ones_like(whole), chunk, c)
+    far = whole > EXCEPTIONAL * mean[chunk]
+    step = 2 * _mean(whole, (~far).double(), chunk, c)
+    narrow = (step / scale).clamp_(max=largest_step(1, torch.bfloat16)).to(torch.float32).to(torch.bfloat16)
+    return narrow, far.nonzero().view(-1)
+
+
+def _whole(values: Tensor, chunk: Tensor, c: int) -> tuple[Tensor, Tensor]:
+    """The magnitudes as whole numbers of 24 bits, scaled by the largest of each chunk; and the (c,) scales.
+
+    Sums of them are exact, so that no order of summation matters.
+    """
     magnitude = values.abs()
-    _, exponent = torch.frexp(largest(magnitude))
+    _, exponent = torch.frexp(torch.zeros(c).scatter_reduce_(0, chunk, magnitude, "amax"))
     scale = ((1023 + FRACTION - exponent.to(torch.int64)) << 52).view(torch.float64)  # 2**(24 − exponent), exactly
-    whole = (magnitude.double() * scale[chunk]).floor_()
-    count = total(torch.ones_like(whole))
-    far = whole * count[chunk] > EXCEPTIONAL * max(1.0, half / 2) * total(whole)[chunk]
-    whole.masked_fill_(far, 0.0)
-    fitted = (~far).double()
-    level = torch.zeros_like(whole)
-    if half == 1:
-        step = 2 * total(whole) / total(fitted).clamp_min_(1)
-    else:
-        step = largest(whole) / (half - 0.5)
-        for _ in range(PASSES):
-            level = (whole / step.masked_fill(step == 0, 1.0)[chunk]).floor_().clamp_(max=half - 1)
-            odd = (2 * level + 1) * fitted
-            step = 2 * total(whole * odd) / total(odd * odd).clamp_min_(1)
-    narrow = (step / scale).clamp_(max=largest_step(bits, torch.bfloat16)).to(torch.float32).to(torch.bfloat16)
-    codes = torch.where(values < 0, half - 1 - level, half + level).to(torch.uint8)
-    return narrow, codes, far.nonzero().view(-1)
+    return (magnitude.double() * scale[chunk]).floor_(), scale
+
+
+def _mean(whole: Tensor, counts: Tensor, chunk: Tensor, c: int) -> Tensor:
+    """The (c,) means of those that count 1 and not 0. The mean of none is 0."""
+    total = torch.zeros(c, dtype=torch.float64).index_add_(0, chunk, whole * counts)
+    return total / torch.zeros(c, dtype=torch.float64).index_add_(0, chunk, counts).clamp_min_(1)

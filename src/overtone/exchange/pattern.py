@@ -94,6 +94,7 @@ class Pattern(Protocol):
 
     name: str
     state: State
+    passes_all_on: bool  # every round applies all that its messages have, so that nothing of it is owed
 
     def deal(self, members: int) -> Deal:
         """How slabs and buffers are dealt into the parts of messages, among so many replicas."""

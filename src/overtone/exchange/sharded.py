@@ -42,8 +42,9 @@ class Sharded:
     def __init__(self, context: Context, codec: Codec, letters: LetterCodec) -> None:
         self.context = context
         self.state: State = {}
+        self.passes_all_on = letters.top_k.lossless
         self._most = context.longest_message()
-        self._bits = lambda slab: codec.bits_of(slab) + letters.top_k.bits_of(slab)
+        self._bits = lambda slab: codec.bits_of(slab) + letters.bits_of(slab)
         self._deals: dict[int, Deal] = {}
 
     def deal(self, members: int) -> Deal:

@@ -31,6 +31,7 @@ class Summed:
     """The pattern of an all-reduce. The vector of one round is used again in the next, because new memory is slow."""
 
     name = "summed"
+    passes_all_on = True
 
     def __init__(self, context: Context) -> None:
         self.context = context
