@@ -239,12 +239,31 @@ METHODS = {
     "diloco": ("--method", "diloco", "--every", "4", "--inner", "muon"),
     "sparse_loco": ("--method", "sparse_loco", "--every", "4", "--skew", "0.5", "--accumulate", "2"),
 }
+DELAYED = {  # some checkpoints, or all but the first, have a message in flight
+    "decoupled": ("--every", "4", "--delay", "3"),
+    "decoupled, sharded": ("--every", "4", "--delay", "4", "--exchange", "sharded", "--keep", "64"),
+    "diloco": ("--method", "diloco", "--every", "4", "--delay", "2"),
+}
 MOMENTS = [
     after("exchange.round:Exchanger.start", rank=1, step=4, until=saved(3)),
     after("exchange.round:compare_anchors", rank=0, step=8, until=saved(6)),
     Moment(SAVE_FILE, "half", rank=1, until=(file(9, 0),)),
     after("coding.layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
     before("runs.evaluate:measure", rank=0, step=20, until=saved(18)),
+    before("runs.checkpoint.format:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
+]
+
+
+# What happens in the background happens at no particular step, so these moments are found in the training thread.
+IN_FLIGHT = [
+    after("exchange.round:Exchanger.start", rank=1, step=4, until=saved(3)),
+    before("replica:Replica._absorb", rank=0, count=1),
+    after("exchange.round:Exchanger.finish", rank=1, count=1, until=saved(6)),
+    after("exchange.round:Exchanger.start", rank=0, step=8),
+    Moment(SAVE_FILE, "half", rank=1, until=(file(12, 0),)),
+    after("transport:Flight.settle", rank=1, count=2, until=saved(12)),
+    before("runs.evaluate:measure", rank=0, step=20, until=saved(18)),
+    before("replica:Replica.finish", rank=1),
     before("runs.checkpoint.format:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
 ]
 
@@ -258,6 +277,15 @@ def disturbed_and_not(warm: Warm, tmp_path: Path, flags: tuple[str, ...], chain:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_goes_on_bit_for_bit(method: str, warm: Warm, flags: tuple[str, ...], tmp_path: Path) -> None:
     disturbed_and_not(warm, tmp_path, (*flags, *METHODS[method]), MOMENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", DELAYED)
+def test_a_message_in_flight_is_part_of_the_checkpoint(
+    method: str, warm: Warm, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """It is sent again, and absorbed at the step at which it would have been: bit for bit."""
+    disturbed_and_not(warm, tmp_path, (*flags, *DELAYED[method]), IN_FLIGHT)
 
 
 @pytest.mark.slow
@@ -531,6 +559,25 @@ def test_another_number_of_replicas_in_the_middle_of_a_round(change: tuple[int, 
     assert sent == sorted(sent)
     assert len({tree["replica"]["counts"]["rounds"] for tree in trial.trees()}) == 1
     anchors = [tree["replica"]["state"]["anchor"] for tree in trial.trees()]
+    assert all(torch.equal(anchors[0], anchor) for anchor in anchors)
+
+
+@pytest.mark.slow
+def test_another_number_of_replicas_takes_a_message_in_flight_back(
+    change: tuple[int, int], trial: Trial, flags: tuple[str, ...]
+) -> None:
+    """Its content is owed again: the mean of all residuals is what it was with it, and nobody absorbs it later."""
+    old, new = change
+    delayed = (*flags, "--every", "4", "--delay", "4", "--exchange", "sharded", "--keep", "64")
+    trial = trial.on(replicas=old, flags=delayed)
+    trial.stopped_at(after("exchange.inner_step:InnerStep.take", rank=1, count=11, until=saved(9, old)))
+    then = trial.trees()
+    assert all("flight" in tree["replica"] for tree in then)
+    changed = trial.on(replicas=new)
+    changed.stopped_at(after("exchange.inner_step:InnerStep.take", rank=1, count=2, until=()))
+    ended = changed.finished()
+    assert ended.trees()[0]["replica"]["counts"]["rounds"] == ended.trees()[1]["replica"]["counts"]["rounds"]
+    anchors = [tree["replica"]["state"]["anchor"] for tree in ended.trees()]
     assert all(torch.equal(anchors[0], anchor) for anchor in anchors)
 
 

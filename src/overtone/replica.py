@@ -340,11 +340,12 @@ class Replica:
         return state.share(self.state, names, anchor, self.buffers, self.inner)
 
     def adopt(self, shared: Shared) -> None:
-        """Continue from a peer's `share`, as a newcomer with an empty residual."""
+        """Continue from a peer's `share`, as a newcomer or after an absence. What this replica owes, it still owes."""
+        self.exchanger.owe_drift()
         names, anchor = self.method.rule.shared, self.exchanger.anchor_tensors()
         state.adopt(self.state, shared, names, anchor, self.buffers, self.inner)
         if "anchor" in self.state.tensors:
-            self.exchanger.show(self.state.tensors["anchor"])
+            self.exchanger.show(self.method.rule.place(self.state.tensors))
 
     # -- parts -----------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,10 @@ class Rule(ABC):
         The answer is the new value of the weights at which the signal was measured, or the gradient to step with.
         """
 
+    def place(self, state: State) -> Tensor:
+        """The coefficients of the weights from which this replica starts the next round."""
+        return state["anchor"]
+
     def draining(self) -> Rule | None:
         """The rule of the draining messages, which move the residuals into the anchor. None if there is no residual."""
         return None
@@ -197,6 +201,9 @@ class Outer(Rule):
     def absorb(self, state: State, mean: Tensor) -> Tensor:
         momentum = state["momentum"] if self.momentum else None
         outer_step(state["anchor"], momentum, mean, lr=self.lr, mu=self.momentum)
+        return self.place(state)
+
+    def place(self, state: State) -> Tensor:
         return carried(state["anchor"], state.get("residual"), self.carry)
 
     def draining(self) -> Outer:

@@ -41,7 +41,6 @@ def save(pending: Pending, pattern: str, members: int) -> dict[str, Any]:
         "measured_at": list(pending.sources.measured_at or ()),
         "buffers_at": list(pending.buffers_at or ()),
         "norms": pending.norms,
-        "seconds_encoding": pending.seconds_encoding,
     }
 
 
@@ -64,8 +63,8 @@ def restore(saved: Mapping[str, Any], exchanger: Exchanger, inner_step: InnerSte
     if not mine.why:
         blocks, buffers = _restore_blocks(saved["blocks"]), _restore_blocks(saved["buffers"])
         mine = exchanger.contribution(header, exchanger.method, work, blocks, buffers, sources)
-    seconds, buffers_at = float(saved["seconds_encoding"]), list(saved["buffers_at"])
-    pending = Pending(work, mine, inner_step, sources, header.steps, saved["norms"], seconds, buffers_at)
+    seconds = 0.0  # of encoding: an earlier session spent them
+    pending = Pending(work, mine, inner_step, sources, header.steps, saved["norms"], seconds, list(saved["buffers_at"]))
     return exchanger.resume(pending)
 
 

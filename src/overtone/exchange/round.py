@@ -24,7 +24,7 @@ from overtone.codec import Block, Codec, Decoded, Payload, TopK
 from overtone.coding import fingerprint
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, kernels_for
-from overtone.coding.layout import Layout, inner_part, parts_of
+from overtone.coding.layout import Layout, inner_part, part_of, parts_of
 from overtone.errors import GaveUpError, NotFiniteError, StateError
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.choice import letters_for, pattern_for, pattern_named
@@ -399,6 +399,15 @@ class Exchanger:
         sources = self.signal.measure()
         self.layout.write(coeffs, sources.targets)
         self.signal.answer(sources)
+
+    def owe_drift(self) -> None:
+        """Add the drift that was not measured yet to the residual, without a round. Without a residual it is lost."""
+        sources, residual = self.signal.measure(), self.state.tensors.get("residual")
+        if residual is None or sources.minus is None:
+            return
+        plus, minus = self.layout.matrices(sources.plus), self.layout.matrices(sources.minus)
+        for slab in self.layout.slabs:
+            self.layout.read_slab(slab, plus, minus, self.device).into(part_of(residual, slab), keep=1.0)
 
     def changes(self) -> str:
         """How the model or the optimizer has changed since the replica was built. Empty if neither has."""

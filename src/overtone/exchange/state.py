@@ -137,9 +137,8 @@ def adopt(
     buffers: Buffers,
     inner: torch.optim.Optimizer,
 ) -> None:
-    """Continue from a peer's `share`. The residual becomes empty: a newcomer owes nothing."""
-    for vector in state.tensors.values():
-        vector.zero_()
+    """Continue from a peer's `share`. Private vectors stay: a newcomer's residual is empty, and a replica that returns
+    still owes what it owed."""
     for mine, theirs in zip(shared_tensors(state, names, anchor, buffers), shared.tensors, strict=True):
         mine.copy_(theirs)
     if shared.inner is not None:

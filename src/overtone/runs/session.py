@@ -180,6 +180,7 @@ class Session:
                 self._save()
             if why:
                 self.writer.wait()
+                self.replica.settle()  # peers may still be waiting for this replica's part of an exchange
                 self.recorder.stop(why, self.folder)
                 raise Stopped(why)
 

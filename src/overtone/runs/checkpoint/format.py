@@ -25,6 +25,7 @@ from overtone.errors import CheckpointError, OvertoneError, StateError, shortene
 from overtone.replica import Replica
 
 FORMAT = 1
+IN_FLIGHT = "replica.flight."
 FOLDED = ("model.", "inner.", "replica.")  # tensors with these prefixes are averaged when the replica count changes
 
 
@@ -79,6 +80,7 @@ class File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._instead: dict[str, Tensor] = {}  # tensors that are not those on the disk
         try:
             self._file = cast(Any, safetensors.safe_open(str(path), framework="pt"))  # untyped
             self.names = sorted(self._file.keys())
@@ -101,8 +103,24 @@ class File:
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, read from the disk."""
+        if name in self._instead:
+            return self._instead[name]
         found: Tensor = self._file.get_tensor(name)
         return found
+
+    def settle(self, take_back: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """If a round was in flight, take it back, so that its message is owed again. The file itself does not change.
+
+        ``take_back`` does that to the state of a replica.
+        """
+        if not any(name.startswith(IN_FLIGHT) for name in self.names):
+            return
+        tree = self.tree()
+        with reading(self.path, "round in flight"):
+            settled = {**tree, "replica": take_back(tree["replica"])}
+        self._instead = {}
+        self.flat = flatten(settled, self._instead)
+        self.names = sorted(self._instead)
 
     def tree(self, tensor: Callable[[str], Tensor] | None = None) -> dict[str, Any]:
         """The whole tree. ``tensor`` gives a tensor by its name; by default it is read from this file."""
@@ -203,9 +221,15 @@ def restore(replica: Replica, tree: Mapping[str, Any]) -> None:
 # -- another number of replicas --------------------------------------------------------------------------------------
 
 
-def fold(paths: Sequence[Path], *, consensus: bool, rank: int) -> dict[str, Any]:
+def fold(
+    paths: Sequence[Path],
+    *,
+    consensus: bool,
+    rank: int,
+    take_back: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state,
+) -> dict[str, Any]:
     """The tree from which replica ``rank`` starts if the number of replicas has changed. ``paths`` are the files of all
-    old replicas.
+    old replicas. ``take_back`` takes a round that was in flight out of the state of one of them.
 
     With consensus, every floating tensor of model, inner optimizer and exchange state becomes its mean over the old
     replicas. Tensors that the replicas share (anchor, momentum, statistics) stay the same to the bit. Private tensors
@@ -217,6 +241,7 @@ def fold(paths: Sequence[Path], *, consensus: bool, rank: int) -> dict[str, Any]
     files = [File(path) for path in paths]
     own = files[rank % len(files)]
     for file in files:
+        file.settle(take_back)
         if odd := {name for name in set(file.names) ^ set(own.names) if name.startswith(FOLDED)}:
             raise StateError(f"{file.path}: {min(odd)} is not in every old replica's state; they cannot be folded")
 

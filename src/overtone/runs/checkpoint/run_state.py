@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from overtone.errors import CheckpointError, shortened
+from overtone.exchange import flight
 from overtone.replica import Replica
 from overtone.runs.checkpoint import format
 from overtone.runs.checkpoint.index import CheckpointId, file_of
@@ -46,7 +48,8 @@ class RunState:
         if checkpoint.replicas == size:
             tree = format.read(own)
         else:
-            tree = format.fold(files, consensus=self.replica.method.consensus, rank=rank)
+            take_back = partial(flight.take_back, exchanger=self.replica.exchanger)
+            tree = format.fold(files, consensus=self.replica.method.consensus, rank=rank, take_back=take_back)
         with format.reading(own, "list of what is fixed"):
             self._refuse_other(tree["fixed"], folder.parent)
         with format.reading(own, "model or optimizer"):
