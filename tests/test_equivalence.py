@@ -71,7 +71,7 @@ def test_lossless_outer_is_sgd_on_the_mean_drift(lr: float, momentum: float) -> 
 
 
 def test_outer_step_is_sgd_to_the_last_bits() -> None:
-    from overtone.rules import outer_step
+    from overtone.coding.kernels.in_torch import outer_step
 
     dice = torch.Generator().manual_seed(0)
     anchor = torch.randn(1000, generator=dice)

@@ -55,3 +55,61 @@ def test_positions_are_near_the_entropy(k: int) -> None:
         / torch.log(torch.tensor(2.0, dtype=torch.float64))
     )
     assert 8 * len(in_torch.pack_positions(index, 4096)) <= 1.05 * 200 * entropy
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    cut=st.sampled_from([(2, 3, 64, 64), (1, 5, 7, 64), (4, 1, 64, 3), (1, 1, 1, 1), (2, 20, 64, 64)]),
+)
+def test_differences_are_equal_bit_for_bit(seed: int, cut: tuple[int, int, int, int]) -> None:
+    down, across, h, w = cut
+    dice = torch.Generator().manual_seed(seed)
+    plus, minus = (torch.randn(down * h + 3, across * w + 5, generator=dice) for _ in range(2))
+    here = slice(1, down * h + 1), slice(2, across * w + 2)
+    found = [torch.empty(cut) for _ in range(2)]
+    for loops, out in zip((in_torch, in_numba), found, strict=True):
+        loops.difference(plus[here], minus[here], out)
+    assert torch.equal(*found)
+    assert torch.equal(found[0][-1, -1], (plus[here] - minus[here])[-h:, -w:])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.sampled_from([1, 7, 64, 1000]),
+    lr=st.floats(1e-3, 10.0),
+    mu=st.sampled_from([0.0, 0.5, 0.8, 0.9, 0.999]),
+    carry=st.sampled_from([0.0, 0.3, 1.0]),
+    lossless=st.booleans(),
+)
+def test_outer_steps_are_equal_bit_for_bit(
+    seed: int, size: int, lr: float, mu: float, carry: float, *, lossless: bool
+) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    anchor, momentum, residual, mean = (torch.randn(4, size, generator=dice) * 10 ** torch.randn(4, 1)).unbind(0)
+    results = []
+    for loops in (in_torch, in_numba):
+        theta, m, u = anchor.clone(), momentum.clone(), mean.clone()
+        e = None if lossless else residual.clone()
+        answer = loops.outer_answer(theta, m if mu else None, e, u, lr=lr, mu=mu, carry=carry)
+        results.append((theta, m, answer, torch.zeros(1) if e is None else e))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_outer_step_is_a_row_of_single_operations() -> None:
+    """Each is rounded to fp32 by itself; computed here in fp64 and rounded after every operation."""
+    anchor, momentum, residual, mean = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)).unbind(0)
+    lr, mu, carry = (torch.tensor(value).double() for value in (0.9, 0.8, 0.7))
+
+    def rounded(value: torch.Tensor) -> torch.Tensor:
+        return value.float().double()
+
+    u, e = mean.double(), residual.double()
+    m = rounded(rounded(mu * momentum.double()) + u)
+    theta = rounded(anchor.double() - rounded(lr * rounded(u + rounded(mu * m))))
+    answer = rounded(theta - rounded(carry * e))
+    found = in_numba.outer_answer(anchor, momentum, residual, mean, lr=0.9, mu=0.8, carry=0.7)
+    assert torch.equal(found.double(), answer)
+    assert torch.equal(anchor.double(), theta)
+    assert torch.equal(momentum.double(), m)

@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from overtone.coding import dct
 from overtone.coding.bits import Reader, field_bytes, tensor_bytes
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, in_torch
 from overtone.coding.kernels.in_torch import grid, largest_step
 from overtone.coding.layout import Layout
+from overtone.coding.transforms import TRANSFORMS
 from overtone.errors import MethodError, NotFiniteError, WireError
 
 BITS = (1, 2, 4, 8, 16, 32)
@@ -188,8 +188,8 @@ class TopK:
             raise MethodError(f"keep={self.keep}: coefficients kept of each {FULL_CHUNK}; use 1 to {FULL_CHUNK}")
         if self.bits not in BITS:
             raise MethodError(f"bits={self.bits}: a value travels in {', '.join(map(str, BITS))} bits")
-        if not isinstance(self.transform, str) or self.transform not in dct.TRANSFORMS:
-            raise MethodError(f"transform={self.transform!r}: choose one of {', '.join(dct.TRANSFORMS)}")
+        if not isinstance(self.transform, str) or self.transform not in TRANSFORMS:
+            raise MethodError(f"transform={self.transform!r}: choose one of {', '.join(TRANSFORMS)}")
         if self.plain_below < 0:
             raise MethodError(f"plain_below={self.plain_below}: a number of values, 0 or more")
 
@@ -203,8 +203,8 @@ class TopK:
         return replace(self, keep=FULL_CHUNK, bits=1)
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
-        basis = dct.TRANSFORMS[self.transform]
-        return Layout(shapes, chunk=self.chunk, plain_below=self.plain_below, basis=basis)
+        transform = TRANSFORMS[self.transform]
+        return Layout(shapes, chunk=self.chunk, plain_below=self.plain_below, transform=transform)
 
     def describe(self) -> str:
         return (

@@ -17,7 +17,7 @@ import scipy.fft
 import torch
 from torch import Tensor
 
-from overtone.coding import dct
+from overtone.coding import transforms
 
 Cut = tuple[int, int, int, int]  # rows of chunks, columns of chunks, height, width
 Transform = Callable[[Tensor, bool], Tensor]  # (down, across, h, w); True is the inverse
@@ -32,7 +32,7 @@ def cut_of(shape: Sequence[int], most: int = 64) -> Cut:
 
 def by_einsum(chunks: Tensor, back: bool) -> Tensor:
     """The DCT as a product with the cosine basis, as published."""
-    bases = [dct.cached_basis(dct.cosine_basis, n, chunks.device) for n in chunks.shape[-2:]]
+    bases = [transforms.cached_basis(transforms.cosine_basis, n, chunks.device) for n in chunks.shape[-2:]]
     rows, cols = (basis.T if back else basis for basis in bases)
     return torch.einsum("yxhw,fh,gw->yxfg", chunks, rows, cols)
 

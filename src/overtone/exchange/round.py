@@ -83,7 +83,7 @@ class SlabWork:
         minus = None if sources.minus is None else layout.matrices(sources.minus)
         blocks, norms = [], []
         for slab in layout.slabs:
-            signal = replace(layout.read_slab(slab, plus, minus, self.device), scale=scale)
+            signal = replace(layout.read_slab(slab, plus, minus, self.device, self.kernels), scale=scale)
             # Taken before the transform, which is orthonormal and does not change a norm.
             norms.append(torch.linalg.vector_norm(signal.values) / scale)
             here = parts_of(state, slab)
@@ -100,7 +100,7 @@ class SlabWork:
         for slab in layout.slabs:
             mean = mean_of(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
             here = parts_of(state, slab)
-            layout.write_slab(slab, self.rule.absorb(here, mean), matrices)
+            layout.write_slab(slab, self.rule.absorb(here, mean, self.kernels), matrices, self.kernels)
         for matrix, target in zip(matrices, targets, strict=True):
             # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.
             if matrix.data_ptr() != target.data_ptr():

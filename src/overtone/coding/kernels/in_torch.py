@@ -10,9 +10,15 @@ from torch import Tensor
 
 # Packing is the same on any device, so the functions of bits.py serve as they are.
 from overtone.coding.bits import bytes_tensor, pack_codes, pack_positions, unpack_fields, unpack_positions
+from overtone.coding.transforms import Transform, full_precision
 
 __all__ = [
     "add",
+    "difference",
+    "forward",
+    "inverse",
+    "inverse_patch",
+    "outer_answer",
     "pack_codes",
     "pack_positions",
     "quantize",
@@ -106,6 +112,73 @@ def add(here: Tensor, index: Tensor, values: Tensor) -> None:
     """here[chunk, index] += values, in place. Positions are unique within a chunk."""
     index, values = index.to(here.device), values.to(here.device)
     here.scatter_(1, index, here.gather(1, index) + values)
+
+
+# -- transforms ----------------------------------------------------------------------------------------------------
+
+
+def difference(plus: Tensor, minus: Tensor, out: Tensor) -> None:
+    """Cut plus − minus, both (down · h, across · w) in fp32, into chunks ``out`` (down, across, h, w)."""
+    down, across, h, w = out.shape
+    torch.sub(*(matrix.view(down, h, across, w).transpose(1, 2) for matrix in (plus, minus)), out=out)
+
+
+def forward(transform: Transform, chunks: Tensor, between: Tensor, out: Tensor, *, keep: float, scale: float) -> None:
+    """out ← keep · out + coefficients / scale, all (c, h, w). ``between`` is scratch; ``chunks`` stay as they are."""
+    transform.forward(chunks, between, out, keep=keep, scale=scale)
+
+
+def inverse(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
+    """The values of (c, h, w) coefficients. ``between`` is scratch."""
+    transform.inverse(coeffs, between, out)
+
+
+def inverse_patch(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
+    """Write the values of (down, across, h, w) coefficients directly into their part of a matrix.
+
+    ``out`` is (down · h, across · w) in fp32. One row of chunks is written after the other, which saves a copy.
+    """
+    with full_precision(coeffs.device):
+        for chunks, strip in zip(coeffs, out.split(coeffs.shape[2]), strict=True):
+            transform.inverse_strip(chunks, between, strip)
+
+
+# -- the outer step ------------------------------------------------------------------------------------------------
+
+
+def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, *, lr: float, mu: float) -> None:
+    """M ← μ·M + u;  Θ ← Θ − η·(u + μ·M), in place. Nesterov as in ``torch.optim.SGD``: tests/test_equivalence.py.
+
+    It is written as single elementwise operations. With ``alpha=`` or a fused multiply-add, other devices would round
+    differently.
+    """
+    if momentum is None:
+        anchor.sub_(mean.mul(lr))
+        return
+    momentum.mul_(mu).add_(mean)
+    anchor.sub_(momentum.mul(mu).add_(mean).mul_(lr))
+
+
+def carried(anchor: Tensor, residual: Tensor | None, carry: float) -> Tensor:
+    """Θ − λ·E: the weights from which this replica starts the next round."""
+    if residual is None or carry == 0.0:
+        return anchor
+    return anchor.sub(residual.mul(carry))
+
+
+def outer_answer(
+    anchor: Tensor,
+    momentum: Tensor | None,
+    residual: Tensor | None,
+    mean: Tensor,
+    *,
+    lr: float,
+    mu: float,
+    carry: float,
+) -> Tensor:
+    """`outer_step`, then `carried`. The answer may lie in the memory of ``mean``, whose values are lost then."""
+    outer_step(anchor, momentum, mean, lr=lr, mu=mu)
+    return carried(anchor, residual, carry)
 
 
 # -- fingerprints --------------------------------------------------------------------------------------------------

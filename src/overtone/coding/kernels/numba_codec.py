@@ -1,0 +1,289 @@
+"""The compiled loops of the codec: selection, positions, values.
+
+Loops that read untrusted bytes check every count before they write.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from overtone.coding.kernels.compiled import compiled
+from overtone.coding.kernels.in_torch import EXCEPTIONAL, FRACTION, PASSES
+
+
+@compiled
+def _count(strength: Any, threshold: int) -> int:
+    """The number of values at or above the threshold."""
+    # A 32-bit counter: with it, the compiler can use vector instructions.
+    threshold32 = np.int32(threshold)
+    n = np.uint32(0)
+    for i in range(strength.size):
+        n = np.uint32(n + np.uint32(strength[i] >= threshold32))
+    return int(n)
+
+
+@compiled
+def select(rows: Any, k: int, index: Any) -> None:
+    """The k strongest of each row. Magnitudes are compared by their bits, which sort as whole numbers.
+
+    A row is folded into 8 k columns or more. At first, only the strongest value of each column counts. A threshold that
+    k columns reach is reached by at least k values, and by not many more. Then only these few candidates are tested.
+    """
+    c, a = rows.shape
+    columns = 64
+    while columns < 8 * k:
+        columns *= 2
+    if a % columns or columns == a:
+        columns = a  # no folding: each value is a column
+    strength = np.empty(a, np.int32)
+    candidates = np.empty(a + 1, np.int64)
+    tops = np.empty(columns, np.int32)
+    hot = np.empty(columns + 1, np.int64)
+    magnitude = np.int32(0x7FFFFFFF)
+    guess = np.int64(0)  # the threshold of the last row is a good guess for the next
+    for r in range(c):
+        row = rows[r]
+        for j in range(columns):
+            tops[j] = row[j] & magnitude
+        for start in range(columns, a, columns):
+            part = row[start : start + columns]
+            for j in range(columns):
+                value = np.int32(part[j] & magnitude)
+                tops[j] = value if value > tops[j] else tops[j]
+        guess, ties = _threshold(tops, k, guess)
+        least = np.int32(guess)
+        # Always write, and count only if it was a hit: faster than a branch that is hard to predict.
+        n_hot = 0
+        for j in range(columns):
+            hot[n_hot] = j
+            n_hot += tops[j] >= least
+        # Row by row of the folded columns, so that the candidates are in ascending order.
+        found = 0
+        for start in range(0, a, columns):
+            for j in range(n_hot):
+                i = start + hot[j]
+                candidates[found] = i
+                strength[found] = row[i] & magnitude
+                found += strength[found] >= least
+        threshold = np.int64(least)
+        if found > k:
+            threshold, ties = _threshold(strength[:found], k, threshold)
+        n = 0
+        for j in range(found):
+            i = candidates[j]
+            value = strength[j]
+            if value > threshold or (value == threshold and ties > 0):
+                index[r, n] = i
+                n += 1
+                ties -= value == threshold
+
+
+@compiled
+def _threshold(strength: Any, k: int, guess: int) -> Any:
+    """A threshold, and the number of values equal to it that are kept. Together with all larger values they are k.
+
+    It is found by bisection from a guess, which is rarely far away. Any threshold that exactly k values reach is good.
+    """
+    top = np.int32(0)
+    for i in range(strength.size):
+        top = strength[i] if strength[i] > top else top
+    low, high = np.int64(0), np.int64(top) + 1  # more than k reach low, fewer than k reach high
+    n_high = 0
+    stride = np.int64(1) << 19  # the first steps away from the guess, doubled each time, until k is enclosed
+    threshold = guess if low < guess < high else (low + high) >> 1
+    while high - low > 1:
+        n = _count(strength, threshold)
+        if n == k:
+            return threshold, strength.size  # room for all ties: exactly k values reach it
+        if n > k:
+            low = threshold
+            guess = threshold + stride
+        else:
+            high = threshold
+            n_high = n
+            guess = threshold - stride
+        stride <<= 1
+        threshold = guess if low < guess < high and (low == 0 or high > top) else (low + high) >> 1
+    return low, k - n_high
+
+
+@compiled
+def rice_costs(index: Any, width: int, costs: Any) -> None:
+    """Σ gap >> w for five widths w, from the given one up."""
+    c, k = index.shape
+    n0, n1, n2, n3, n4 = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    for r in range(c):
+        last = np.int64(-1)
+        for i in range(k):
+            gap = (index[r, i] - last - 1) >> width
+            last = index[r, i]
+            n0 += gap
+            n1 += gap >> 1
+            n2 += gap >> 2
+            n3 += gap >> 3
+            n4 += gap >> 4
+    costs[0], costs[1], costs[2], costs[3], costs[4] = n0, n1, n2, n3, n4
+
+
+@compiled
+def rice_pack(index: Any, width: int, low: Any, high: Any) -> None:
+    """Write the low bits of the gaps into ``low``, and the ones of their unary parts into ``high``."""
+    c, k = index.shape
+    mask = np.uint64((1 << width) - 1)
+    held, n_held, at, end = np.uint64(0), np.uint64(0), 0, np.int64(-1)
+    for r in range(c):
+        last = np.int64(-1)
+        for i in range(k):
+            gap = np.uint64(index[r, i] - last - 1)
+            last = index[r, i]
+            held |= (gap & mask) << n_held
+            n_held += np.uint64(width)
+            while n_held >= np.uint64(8):
+                low[at] = np.uint8(held & np.uint64(255))
+                at += 1
+                held >>= np.uint64(8)
+                n_held -= np.uint64(8)
+            end += np.int64(gap >> np.uint64(width)) + 1
+            high[end >> 3] |= np.uint8(1 << (end & 7))
+    if n_held:
+        low[at] = np.uint8(held)
+
+
+@intrinsic
+def _trailing_zeros(typing_context: Any, word: Any) -> Any:  # noqa: ARG001
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), build
+
+
+@compiled
+def rice_unpack(low: Any, high: Any, width: int, area: int, index: Any) -> int:
+    """Read positions into ``index``, and return their number.
+
+    It is smaller than expected if ``high`` has too few ones, −1 if ``high`` has too many, and −2 if a position is
+    beyond the area. ``low`` ends with four spare bytes; ``high`` consists of 64-bit words.
+    """
+    # All numbers are unsigned: for a signed index, numba would test each time if it counts from the end.
+    c, k = index.shape
+    wide = np.uint64(width)
+    mask = (np.uint64(1) << wide) - np.uint64(1)
+    word, at, base, bit, n = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0), 0
+    before = np.uint64(0)  # the bit after the last one
+    words = np.uint64(high.size)
+    limit = np.uint64(area)
+    for r in range(c):
+        position = np.uint64(0)  # the place after the last position
+        for i in range(k):
+            while word == np.uint64(0):
+                if at == words:
+                    return n
+                word = high[at]
+                base = at << np.uint64(6)
+                at += np.uint64(1)
+            one = base + _trailing_zeros(word)
+            word &= word - np.uint64(1)  # clears the lowest one
+            b = bit >> np.uint64(3)
+            window = (
+                np.uint64(low[b])
+                | np.uint64(low[b + np.uint64(1)]) << np.uint64(8)
+                | np.uint64(low[b + np.uint64(2)]) << np.uint64(16)
+                | np.uint64(low[b + np.uint64(3)]) << np.uint64(24)
+            )
+            position += ((one - before) << wide) + ((window >> (bit & np.uint64(7))) & mask)
+            if position >= limit:  # tested for each position: untrusted bytes must not lead beyond the chunk
+                return -2
+            index[r, i] = position
+            position += np.uint64(1)
+            before = one + np.uint64(1)
+            bit += wide
+            n += 1
+    # All positions are read. Any one that is left means that the message is corrupt.
+    if word != np.uint64(0):
+        return -1
+    while at < words:
+        if high[at] != np.uint64(0):
+            return -1
+        at += np.uint64(1)
+    return n
+
+
+@compiled
+def quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: Any) -> bool:
+    """Fill steps, codes and the mask of exceptions, as `in_torch.quantize` does. True if there is any exception."""
+    c, k = values.shape
+    half = 1 << (bits - 1)
+    reach = EXCEPTIONAL * max(1.0, half / 2)
+    whole = np.empty(k, np.float64)
+    level = np.zeros(k, np.float64)
+    any_far = False
+    for r in range(c):
+        top = 0.0
+        for i in range(k):
+            top = max(top, abs(np.float64(values[r, i])))
+        # Magnitudes become whole numbers below 2**24, so that their sums are exact and no order matters.
+        scale = math.ldexp(1.0, FRACTION - math.frexp(top)[1])
+        total = 0.0
+        for i in range(k):
+            whole[i] = math.floor(abs(np.float64(values[r, i])) * scale)
+            total += whole[i]
+        largest, kept_total, kept = 0.0, 0.0, 0
+        for i in range(k):
+            far[r, i] = whole[i] * k > reach * total
+            if far[r, i]:
+                any_far = True
+                whole[i] = 0.0
+            else:
+                kept += 1
+                kept_total += whole[i]
+                largest = max(largest, whole[i])
+        if half == 1:
+            step = 2.0 * kept_total / max(kept, 1)
+        else:
+            step = largest / (half - 0.5)
+            for _ in range(PASSES):
+                divisor = step if step != 0.0 else 1.0
+                products, squares = 0.0, 0.0
+                for i in range(k):
+                    level[i] = min(math.floor(whole[i] / divisor), half - 1)
+                    odd = 0.0 if far[r, i] else 2.0 * level[i] + 1.0
+                    products += whole[i] * odd
+                    squares += odd * odd
+                step = 2.0 * products / max(squares, 1.0)
+        steps[r] = np.float32(min(step / scale, most))
+        for i in range(k):
+            n = int(level[i])
+            codes[r, i] = np.uint8(half - 1 - n if values[r, i] < 0 else half + n)
+    return any_far
+
+
+@compiled
+def pack_codes(codes: Any, bits: int, packed: Any) -> None:
+    each = 8 // bits
+    whole = codes.size // each
+    for b in range(whole):
+        byte = 0
+        for i in range(each):
+            byte |= codes[b * each + i] << (bits * i)
+        packed[b] = np.uint8(byte)
+    for i in range(whole * each, codes.size):
+        packed[whole] |= np.uint8(codes[i] << (bits * (i - whole * each)))
+
+
+@compiled
+def unpack_grid(packed: Any, step: Any, bits: int, values: Any) -> None:
+    c, k = values.shape
+    mask = (1 << bits) - 1
+    middle = np.float32((1 << (bits - 1)) - 0.5)
+    for r in range(c):
+        here = step[r]
+        for i in range(k):
+            at = (r * k + i) * bits
+            code = (packed[at >> 3] >> (at & 7)) & mask
+            values[r, i] = (np.float32(code) - middle) * here
