@@ -11,6 +11,8 @@ from overtone.coding.kernels import in_numba, in_torch
 from test_codec import kinds
 from whole import encode_all
 
+LOOPS = (in_torch, in_numba)
+
 
 @settings(max_examples=150, deadline=None)
 @given(
@@ -68,8 +70,8 @@ def test_differences_are_equal_bit_for_bit(seed: int, cut: tuple[int, int, int, 
     plus, minus = (torch.randn(down * h + 3, across * w + 5, generator=dice) for _ in range(2))
     here = slice(1, down * h + 1), slice(2, across * w + 2)
     found = [torch.empty(cut) for _ in range(2)]
-    for loops, out in zip((in_torch, in_numba), found, strict=True):
-        loops.difference(plus[here], minus[here], out)
+    squares = [loops.difference(plus[here], minus[here], out) for loops, out in zip(LOOPS, found, strict=True)]
+    assert squares == pytest.approx([float(found[0].double().square().sum())] * 2, rel=1e-5)
     assert torch.equal(*found)
     assert torch.equal(found[0][-1, -1], (plus[here] - minus[here])[-h:, -w:])
 

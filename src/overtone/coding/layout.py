@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,13 @@ class SlabSignal:
     between: Tensor  # scratch, as large as the values
     out: Tensor  # a second scratch tensor of this size
     kernels: Kernels = in_torch
+    squares: float | None = None  # the sum of the values' squares, if it is known already
     scale: float = 1.0  # the loss scale: the signal is values / scale
+
+    def norm(self) -> Tensor:
+        """The norm of the signal. A transform does not change it."""
+        known = None if self.squares is None else torch.tensor(math.sqrt(self.squares), device=self.values.device)
+        return (torch.linalg.vector_norm(self.values) if known is None else known) / self.scale
 
     def coefficients(self) -> Tensor:
         """The coefficients, (chunks, area), in a scratch area. The next slab overwrites it."""
@@ -111,19 +118,23 @@ class Layout:
         """
         device = device or plus[0].device
         values, between, out = (self.scratch(slab, i, device) for i in range(3))
+        squares: float | None = 0.0
         for bundle in slab.bundles:
             place = _place(values, slab, bundle)
+            if minus is not None and _is_direct(slab, bundle, values, plus, minus):
+                (here,), (there,) = (_rectangles(matrices, slab, bundle) for matrices in (plus, minus))
+                found = kernels.difference(here, there, place[0])
+                squares = None if squares is None else squares + found
+                continue
+            squares = None
             if minus is None:
                 place.copy_(_join(plus, slab, bundle, device))
-            elif _is_direct(slab, bundle, values, plus, minus):
-                (here,), (there,) = (_rectangles(matrices, slab, bundle) for matrices in (plus, minus))
-                kernels.difference(here, there, place[0])
             else:
                 here, there = (_join(matrices, slab, bundle, device) for matrices in (plus, minus))
                 # Converted to fp32: a difference in bf16 would lose small drifts.
                 torch.sub(here.float(), there.float(), out=place)
         transform = None if slab.plain else self.transform
-        return SlabSignal(values, (slab.chunks, slab.h, slab.w), transform, between, out, kernels)
+        return SlabSignal(values, (slab.chunks, slab.h, slab.w), transform, between, out, kernels, squares)
 
     def write_slab(self, slab: Slab, coeffs: Tensor, matrices: Sequence[Tensor], kernels: Kernels = in_torch) -> None:
         """Write the slab's part of the tensors from its coefficients, rounded to the type of each tensor."""

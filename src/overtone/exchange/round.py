@@ -84,8 +84,7 @@ class SlabWork:
         blocks, norms = [], []
         for slab in layout.slabs:
             signal = replace(layout.read_slab(slab, plus, minus, self.device, self.kernels), scale=scale)
-            # Taken before the transform, which is orthonormal and does not change a norm.
-            norms.append(torch.linalg.vector_norm(signal.values) / scale)
+            norms.append(signal.norm())
             here = parts_of(state, slab)
             block, decoded = self.codec.encode(self.rule.accumulate(here, signal), slab, self.kernels)
             # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is refused.

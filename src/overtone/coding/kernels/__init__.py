@@ -54,8 +54,8 @@ class Kernels(Protocol):
         """Add sparse values to chunks, in place."""
         ...
 
-    def difference(self, plus: Tensor, minus: Tensor, out: Tensor) -> None:
-        """Cut the difference of two matrices into chunks."""
+    def difference(self, plus: Tensor, minus: Tensor, out: Tensor) -> float:
+        """Cut the difference of two matrices into chunks. Returns the sum of their squares."""
         ...
 
     def forward(

@@ -129,9 +129,9 @@ def inverse_patch(transform: Transform, coeffs: Tensor, between: Tensor, out: Te
     numba_transforms.transform_patch(kind, _flat(coeffs), np.float32(gain), *_span(out), coeffs.shape[1])
 
 
-def difference(plus: Tensor, minus: Tensor, out: Tensor) -> None:
+def difference(plus: Tensor, minus: Tensor, out: Tensor) -> float:
     """See `in_torch.difference`."""
-    numba_sums.difference(*_span(plus), *_span(minus), out.numpy())
+    return numba_sums.difference(*_span(plus), *_span(minus), out.numpy())
 
 
 def _usual(*chunks: Tensor) -> bool:

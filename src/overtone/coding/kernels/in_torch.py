@@ -117,10 +117,14 @@ def add(here: Tensor, index: Tensor, values: Tensor) -> None:
 # -- transforms ----------------------------------------------------------------------------------------------------
 
 
-def difference(plus: Tensor, minus: Tensor, out: Tensor) -> None:
-    """Cut plus − minus, both (down · h, across · w) in fp32, into chunks ``out`` (down, across, h, w)."""
+def difference(plus: Tensor, minus: Tensor, out: Tensor) -> float:
+    """Cut plus − minus, both (down · h, across · w) in fp32, into chunks ``out`` (down, across, h, w).
+
+    Returns the sum of their squares, to rounding: it is for reports, and nothing else depends on it.
+    """
     down, across, h, w = out.shape
     torch.sub(*(matrix.view(down, h, across, w).transpose(1, 2) for matrix in (plus, minus)), out=out)
+    return float(torch.linalg.vector_norm(out)) ** 2
 
 
 def forward(transform: Transform, chunks: Tensor, between: Tensor, out: Tensor, *, keep: float, scale: float) -> None:

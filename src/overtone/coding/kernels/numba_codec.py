@@ -17,6 +17,31 @@ from overtone.coding.kernels.compiled import compiled
 from overtone.coding.kernels.in_torch import EXCEPTIONAL, FRACTION, PASSES
 
 
+@intrinsic
+def _trailing_zeros(typing_context: Any, word: Any) -> Any:  # noqa: ARG001
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), build
+
+
+@intrinsic
+def _reaching(_typing: Any, row: Any, start: Any, least: Any) -> Any:  # noqa: ARG001
+    """A word with a one for each of the 64 magnitudes from ``start`` on that reach ``least``."""
+    number, many = ir.IntType(32), ir.VectorType(ir.IntType(32), 64)
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        values = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), many.as_pointer()))
+        values.align = 4
+        magnitudes = builder.and_(values, ir.Constant(many, [ir.Constant(number, 0x7FFFFFFF)] * 64))
+        one = builder.insert_element(ir.Constant(many, ir.Undefined), arguments[2], ir.Constant(number, 0))
+        limit = builder.shuffle_vector(one, one, ir.Constant(many, [ir.Constant(number, 0)] * 64))
+        return builder.bitcast(builder.icmp_signed(">=", magnitudes, limit), ir.IntType(64))
+
+    return types.uint64(types.Array(types.int32, 1, "C"), types.int64, types.int32), build
+
+
 @compiled
 def _count(strength: Any, threshold: int) -> int:
     """The number of values at or above the threshold."""
@@ -32,19 +57,19 @@ def _count(strength: Any, threshold: int) -> int:
 def select(rows: Any, k: int, index: Any) -> None:
     """The k strongest of each row. Magnitudes are compared by their bits, which sort as whole numbers.
 
-    A row is folded into 8 k columns or more. At first, only the strongest value of each column counts. A threshold that
+    A row is folded into 4 k columns or more. At first, only the strongest value of each column counts. A threshold that
     k columns reach is reached by at least k values, and by not many more. Then only these few candidates are tested.
     """
     c, a = rows.shape
     columns = 64
-    while columns < 8 * k:
+    while columns < 4 * k:
         columns *= 2
     if a % columns or columns == a:
         columns = a  # no folding: each value is a column
-    strength = np.empty(a, np.int32)
+    whole = a // 64 * 64
+    strength = np.empty(a + 1, np.int32)
     candidates = np.empty(a + 1, np.int64)
     tops = np.empty(columns, np.int32)
-    hot = np.empty(columns + 1, np.int64)
     magnitude = np.int32(0x7FFFFFFF)
     guess = np.int64(0)  # the threshold of the last row is a good guess for the next
     for r in range(c):
@@ -58,19 +83,19 @@ def select(rows: Any, k: int, index: Any) -> None:
                 tops[j] = value if value > tops[j] else tops[j]
         guess, ties = _threshold(tops, k, guess)
         least = np.int32(guess)
-        # Always write, and count only if it was a hit: faster than a branch that is hard to predict.
-        n_hot = 0
-        for j in range(columns):
-            hot[n_hot] = j
-            n_hot += tops[j] >= least
-        # Row by row of the folded columns, so that the candidates are in ascending order.
         found = 0
-        for start in range(0, a, columns):
-            for j in range(n_hot):
-                i = start + hot[j]
+        for start in range(0, whole, 64):
+            word = _reaching(row, start, least)
+            while word != np.uint64(0):
+                i = start + np.int64(_trailing_zeros(word))
+                word &= word - np.uint64(1)  # clears the lowest one
                 candidates[found] = i
                 strength[found] = row[i] & magnitude
-                found += strength[found] >= least
+                found += 1
+        for i in range(whole, a):  # the rest, if a row is no multiple of 64
+            candidates[found] = i
+            strength[found] = row[i] & magnitude
+            found += strength[found] >= least
         threshold = np.int64(least)
         if found > k:
             threshold, ties = _threshold(strength[:found], k, threshold)
@@ -153,14 +178,6 @@ def rice_pack(index: Any, width: int, low: Any, high: Any) -> None:
             high[end >> 3] |= np.uint8(1 << (end & 7))
     if n_held:
         low[at] = np.uint8(held)
-
-
-@intrinsic
-def _trailing_zeros(typing_context: Any, word: Any) -> Any:  # noqa: ARG001
-    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.uint64(types.uint64), build
 
 
 @compiled

@@ -10,16 +10,27 @@ from overtone.coding.kernels.compiled import compiled
 
 
 @compiled
-def difference(plus: Any, plus_stride: int, minus: Any, minus_stride: int, chunks: Any) -> None:
-    """Chunks (down, across, h, w) of plus − minus. Rows of the matrices are a stride apart."""
+def difference(plus: Any, plus_stride: int, minus: Any, minus_stride: int, chunks: Any) -> float:
+    """Chunks (down, across, h, w) of plus − minus, and the sum of their squares. Rows of the matrices are a stride apart.
+
+    Squares are summed in one place for each column of a chunk: a single sum would have to be made value by value.
+    """
     down, across, h, w = chunks.shape
+    squares, total = np.zeros(w, np.float32), 0.0
     # Row by row of the matrices, not chunk by chunk: memory is fastest if it is read in order.
     for row in range(down * h):
         for chunk in range(across):
             a, b = row * plus_stride + chunk * w, row * minus_stride + chunk * w
             ours, theirs, here = plus[a : a + w], minus[b : b + w], chunks[row // h, chunk, row % h]
             for i in range(w):
-                here[i] = ours[i] - theirs[i]
+                value = ours[i] - theirs[i]
+                here[i] = value
+                squares[i] += value * value
+        if row % h == h - 1:  # a strip is complete; the sums go on in fp64
+            for i in range(w):
+                total += np.float64(squares[i])
+                squares[i] = np.float32(0.0)
+    return total
 
 
 @compiled
