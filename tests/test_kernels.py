@@ -1,13 +1,16 @@
 """The compiled loops make the same bytes as the plain ones, and read the same from them."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overtone.codec import BITS, TopK
+from overtone.codec import BITS, TopK, mean, mean_of_blocks
 from overtone.coding.bits import Reader
-from overtone.coding.kernels import in_numba, in_torch
+from overtone.coding.kernels import Kernels, in_numba, in_torch
+from overtone.errors import WireError
 from test_codec import kinds
 from whole import encode_all
 
@@ -115,3 +118,43 @@ def test_the_outer_step_is_a_row_of_single_operations() -> None:
     assert torch.equal(found.double(), answer)
     assert torch.equal(anchor.double(), theta)
     assert torch.equal(momentum.double(), m)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    bits=st.sampled_from([1, 2, 4, 8]),
+    keep=st.integers(1, 4095),
+    count=st.integers(1, 9),
+    kind=st.sampled_from(sorted(kinds(0, 1))),
+)
+def test_blocks_are_added_as_if_they_were_unpacked(seed: int, bits: int, keep: int, count: int, kind: str) -> None:
+    codec = TopK(keep=keep, bits=bits, transform="none")
+    layout = codec.layout([(192, 64)])
+    (slab,) = layout.slabs
+    payloads = [encode_all(codec, kinds(seed + i, layout.size)[kind], layout)[0] for i in range(2)]
+    decoded = (codec.decode(Reader(payload), slab) for payload in payloads)
+    expected = mean(decoded, count, torch.empty(slab.chunks, slab.area), over_senders=False)
+    for loops in LOOPS:
+        readers, out = [Reader(payload) for payload in payloads], torch.full((slab.chunks, slab.area), torch.nan)
+        found = mean_of_blocks(codec, readers, slab, count, out, over_senders=False, kernels=loops)
+        assert torch.equal(found, expected)
+        for reader in readers:
+            reader.end()
+
+
+@pytest.mark.parametrize("loops", LOOPS)
+def test_a_block_with_wrong_positions_is_not_added(loops: Kernels) -> None:
+    codec = TopK(keep=32, bits=2, transform="none")
+    layout = codec.layout([(64, 64)])
+    (slab,) = layout.slabs
+    payload = bytearray(encode_all(codec, torch.randn(layout.size, generator=torch.manual_seed(0)), layout)[0])
+    start = 1 + 32 * payload[0] // 8 + 4  # of the unary parts, which end before the step
+    for byte in (0x00, 0xFF):  # fewer ones than are due, and more
+        wrong = payload.copy()
+        wrong[start] = byte
+        with pytest.raises(WireError) as seen:
+            codec.check(Reader(bytes(wrong)), slab, loops)
+        block = codec.open_sparse_grid(Reader(bytes(wrong)), slab, loops)
+        with pytest.raises(WireError, match=re.escape(str(seen.value))):
+            loops.add_share(torch.zeros(1, 4096), block, 1)

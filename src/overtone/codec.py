@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from overtone.coding.bits import Reader, field_bytes, tensor_bytes
+from overtone.coding.bits import Reader, field_bytes, open_positions, tensor_bytes
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, in_torch
-from overtone.coding.kernels.in_torch import grid, largest_step
+from overtone.coding.kernels.in_torch import SparseGrid, grid, largest_step
 from overtone.coding.layout import Layout
 from overtone.coding.transforms import TRANSFORMS
 from overtone.errors import MethodError, NotFiniteError, WireError
@@ -244,6 +244,19 @@ class TopK:
     def decode_own(self, block: Block, slab: Slab, kernels: Kernels = in_torch) -> Decoded:
         return self.decode(Reader(block.packed), slab, kernels)
 
+    def is_sparse_grid(self, slab: Slab) -> bool:
+        """True if blocks of this slab are positions and codes on a grid."""
+        return self.kept(slab) < slab.area and self.width(slab) < 16
+
+    def open_sparse_grid(self, reader: Reader, slab: Slab, kernels: Kernels) -> SparseGrid:
+        """Read the parts of the next block. The positions are verified when they are used."""
+        k, bits, where = self.kept(slab), self.width(slab), f"chunks of {slab.h}x{slab.w}"
+        what = f"positions, {where}"
+        coded = open_positions(reader, (slab.chunks, k), slab.area, what)
+        step = open_steps(reader, slab.chunks, bits, where)
+        codes = reader.take(field_bytes(slab.chunks * k, bits), f"values, {where}")
+        return SparseGrid(coded, k, what, step, codes, bits, open_exceptions(reader, slab.chunks * k, where, kernels))
+
     def _open(self, reader: Reader, slab: Slab, kernels: Kernels) -> tuple[Tensor | None, Values]:
         k, where = self.kept(slab), f"chunks of {slab.h}x{slab.w}"
         return open_values(reader, (slab.chunks, k), self.width(slab), where, kernels, slab.area)
@@ -314,20 +327,12 @@ def open_values(
         dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
         given = reader.finite(c * k, dtype, what)
         return index, lambda: given.to(torch.float32).view(shape)
-    step = reader.tensor(c, torch.bfloat16, f"scales, {where}").float()
-    most = largest_step(bits, torch.float32)
-    low, high = torch.aminmax(step)
-    if not (float(low) >= 0.0 and float(high) <= most):  # NaN fails both comparisons
-        raise WireError(f"scales, {where}: not all from 0 to {most:.3g}; the message is corrupt")
+    step = open_steps(reader, c, bits, where)
     codes = reader.take(field_bytes(c * k, bits), what)
-    what = f"exceptions, {where}"
-    count = reader.number(4, what)
-    if count > c * k:  # checked before any memory is reserved for so many
-        raise WireError(f"{what}: {count} of {c * k} values; the message is corrupt")
-    if not count:
+    exceptions = open_exceptions(reader, c * k, where, kernels)
+    if exceptions is None:
         return index, lambda: kernels.unpack_grid(codes, step, k, bits)
-    far = kernels.unpack_positions(reader, (1, count), c * k, what).view(-1)
-    exact = reader.finite(count, torch.bfloat16, what).float()
+    far, exact = exceptions
 
     def values() -> Tensor:
         decoded = kernels.unpack_grid(codes, step, k, bits)
@@ -335,6 +340,48 @@ def open_values(
         return decoded
 
     return index, values
+
+
+def open_steps(reader: Reader, c: int, bits: int, where: str) -> Tensor:
+    """Read the steps of c grids, as fp32."""
+    step = reader.tensor(c, torch.bfloat16, f"scales, {where}").float()
+    most = largest_step(bits, torch.float32)
+    low, high = torch.aminmax(step)
+    if not (float(low) >= 0.0 and float(high) <= most):  # NaN fails both comparisons
+        raise WireError(f"scales, {where}: not all from 0 to {most:.3g}; the message is corrupt")
+    return step
+
+
+def open_exceptions(reader: Reader, n: int, where: str, kernels: Kernels) -> tuple[Tensor, Tensor] | None:
+    """Read the exceptions among n values: their places and the values themselves. None if there are none."""
+    what = f"exceptions, {where}"
+    count = reader.number(4, what)
+    if count > n:  # checked before any memory is reserved for so many
+        raise WireError(f"{what}: {count} of {n} values; the message is corrupt")
+    if not count:
+        return None
+    far = kernels.unpack_positions(reader, (1, count), n, what).view(-1)
+    return far, reader.finite(count, torch.bfloat16, what).float()
+
+
+def mean_of_blocks(
+    codec: Codec,
+    readers: Sequence[Reader],
+    slab: Slab,
+    count: int,
+    out: Tensor,
+    *,
+    over_senders: bool,
+    kernels: Kernels,
+) -> Tensor:
+    """`mean` of the next block of each reader. Where a codec can, it adds a block without unpacking it first."""
+    if over_senders or not isinstance(codec, TopK) or not codec.is_sparse_grid(slab):
+        decoded = (codec.decode(reader, slab, kernels) for reader in readers)
+        return mean(decoded, count, out, over_senders=over_senders)
+    out.zero_()
+    for reader in readers:
+        kernels.add_share(out, codec.open_sparse_grid(reader, slab, kernels), count)
+    return out
 
 
 def mean(decoded: Iterable[Decoded], count: int, out: Tensor, *, over_senders: bool) -> Tensor:

@@ -54,6 +54,10 @@ class Kernels(Protocol):
         """Add sparse values to chunks, in place."""
         ...
 
+    def add_share(self, here: Tensor, block: in_torch.SparseGrid, count: int) -> None:
+        """Add the values of a block, divided by a number, to chunks."""
+        ...
+
     def difference(self, plus: Tensor, minus: Tensor, out: Tensor) -> float:
         """Cut the difference of two matrices into chunks. Returns the sum of their squares."""
         ...

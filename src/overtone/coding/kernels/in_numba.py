@@ -14,7 +14,7 @@ from torch import Tensor
 
 from overtone.coding.bits import Reader, beyond, field_bytes, miscounted, open_positions, widths
 from overtone.coding.kernels import in_torch, numba_codec, numba_sums, numba_transforms
-from overtone.coding.kernels.in_torch import largest_step
+from overtone.coding.kernels.in_torch import SparseGrid, largest_step
 from overtone.coding.transforms import DCT, HADAMARD, Transform, hadamard_gain
 
 SIDE = numba_transforms.SIDE
@@ -23,6 +23,8 @@ _COMPILED: dict[Transform, tuple[int, int, float]] = {
     DCT: (numba_transforms.TO_COSINES, numba_transforms.FROM_COSINES, 2 / SIDE),
     HADAMARD: (numba_transforms.TO_SUMS, numba_transforms.TO_SUMS, hadamard_gain(SIDE, SIDE)),
 }
+
+_NO_PLACES, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 def select(coeffs: Tensor, k: int) -> Tensor:
@@ -51,14 +53,21 @@ def unpack_positions(reader: Reader, shape: tuple[int, int], area: int, what: st
     """See `bits.unpack_positions`."""
     width, low, high = open_positions(reader, shape, area, what)
     index = np.empty(shape, np.int64)
-    # Padded: the loop reads whole 64-bit words of `high`, and windows of four bytes of `low`.
-    words = np.frombuffer(high + bytes(-len(high) % 8), np.uint64)
-    found = numba_codec.rice_unpack(np.frombuffer(low + bytes(4), np.uint8), words, width, area, index)
+    _verify(numba_codec.rice_unpack(*_padded(low, high), width, area, index), index.size, area, what)
+    return torch.from_numpy(index)
+
+
+def _padded(low: bytes, high: bytes) -> tuple[Any, Any]:
+    """The parts of a Rice code as arrays. Loops read windows of four bytes of ``low``, and whole words of ``high``."""
+    return np.frombuffer(low + bytes(4), np.uint8), np.frombuffer(high + bytes(-len(high) % 8), np.uint64)
+
+
+def _verify(found: int, due: int, area: int, what: str) -> None:
+    """Refuse positions by what the loop that read them returned."""
     if found == -2:
         raise beyond(what, area)
-    if found != index.size:
-        raise miscounted(what, index.size)
-    return torch.from_numpy(index)
+    if found != due:
+        raise miscounted(what, due)
 
 
 def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,6 +100,16 @@ def add(here: Tensor, index: Tensor, values: Tensor) -> None:
     numba_sums.add(here.numpy(), index.numpy(), values.contiguous().numpy())
 
 
+def add_share(here: Tensor, block: SparseGrid, count: int) -> None:
+    """See `in_torch.add_share`. One pass over the bits of the block, without an array of positions or values."""
+    width, low, high = block.positions
+    far, exact = (_NO_PLACES, _NO_VALUES) if block.exceptions is None else (part.numpy() for part in block.exceptions)
+    codes = np.frombuffer(block.codes, np.uint8)
+    grid = codes, block.bits, block.step.numpy(), far, exact, np.float32(count)
+    found = numba_codec.rice_add(*_padded(low, high), width, block.k, grid, here.numpy())
+    _verify(found, len(here) * block.k, here.shape[1], block.what)
+
+
 def row_hashes(words: Tensor, weights: Tensor) -> Tensor:
     """See `in_torch.row_hashes`."""
     hashes = np.empty(len(words), np.int64)
@@ -108,7 +127,7 @@ def forward(transform: Transform, chunks: Tensor, between: Tensor, out: Tensor, 
         return
     kind, _, gain = _COMPILED[transform]
     numbers = np.float32(keep), np.float32(gain / scale)
-    numba_transforms.transform_chunks(kind, _flat(chunks), _flat(out), *numbers)
+    numba_transforms.transform_chunks(kind, _flat(chunks), _scratch(), _flat(out), *numbers)
 
 
 def inverse(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
@@ -117,7 +136,7 @@ def inverse(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) 
         in_torch.inverse(transform, coeffs, between, out)
         return
     _, kind, gain = _COMPILED[transform]
-    numba_transforms.transform_chunks(kind, _flat(coeffs), _flat(out), np.float32(0.0), np.float32(gain))
+    numba_transforms.transform_chunks(kind, _flat(coeffs), _scratch(), _flat(out), np.float32(0.0), np.float32(gain))
 
 
 def inverse_patch(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
@@ -126,7 +145,8 @@ def inverse_patch(transform: Transform, coeffs: Tensor, between: Tensor, out: Te
         in_torch.inverse_patch(transform, coeffs, between, out)
         return
     _, kind, gain = _COMPILED[transform]
-    numba_transforms.transform_patch(kind, _flat(coeffs), np.float32(gain), *_span(out), coeffs.shape[1])
+    across, factor = coeffs.shape[1], np.float32(gain)
+    numba_transforms.inverse_patch(kind, _flat(coeffs), _scratch(), *_span(out), across, factor)
 
 
 def difference(plus: Tensor, minus: Tensor, out: Tensor) -> float:
@@ -141,6 +161,11 @@ def _usual(*chunks: Tensor) -> bool:
 
 def _flat(tensor: Tensor) -> Any:
     return tensor.view(-1).numpy()
+
+
+def _scratch() -> Any:
+    """Memory for a chunk. From torch, which aligns it: a vector that lies in two lines of the cache costs double."""
+    return torch.empty(SIDE * SIDE).numpy()
 
 
 def _span(rows: Tensor) -> tuple[Any, int]:

@@ -5,15 +5,25 @@ Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 # Packing is the same on any device, so the functions of bits.py serve as they are.
-from overtone.coding.bits import bytes_tensor, pack_codes, pack_positions, unpack_fields, unpack_positions
+from overtone.coding.bits import (
+    bytes_tensor,
+    decode_positions,
+    pack_codes,
+    pack_positions,
+    unpack_fields,
+    unpack_positions,
+)
 from overtone.coding.transforms import Transform, full_precision
 
 __all__ = [
     "add",
+    "add_share",
     "difference",
     "forward",
     "inverse",
@@ -112,6 +122,34 @@ def add(here: Tensor, index: Tensor, values: Tensor) -> None:
     """here[chunk, index] += values, in place. Positions are unique within a chunk."""
     index, values = index.to(here.device), values.to(here.device)
     here.scatter_(1, index, here.gather(1, index) + values)
+
+
+@dataclass(frozen=True)
+class SparseGrid:
+    """A block of Rice-coded positions and of codes on a grid, as it was received: c chunks, k values in each."""
+
+    positions: tuple[int, bytes, bytes]  # see `bits.open_positions`
+    k: int
+    what: str  # names the positions in an error
+    step: Tensor  # (c,) fp32
+    codes: bytes
+    bits: int
+    exceptions: tuple[Tensor, Tensor] | None  # ascending places among the c · k values, and fp32 values
+
+
+def add_share(here: Tensor, block: SparseGrid, count: int) -> None:
+    """here += values / count, (c, a) in place. Raises `WireError` if a position is invalid.
+
+    Each value is divided by itself, before it is added. ``here`` may then have changed in part.
+    """
+    c, area = here.shape
+    index = decode_positions(block.positions, (c, block.k), area, block.what)
+    values = unpack_grid(block.codes, block.step, block.k, block.bits)
+    if block.exceptions is not None:
+        far, exact = block.exceptions
+        values.view(-1)[far] = exact
+    # The divisor is a tensor: on GPUs, torch turns the division by a Python number into a product with its reciprocal.
+    add(here, index, values / torch.tensor(float(count)))
 
 
 # -- transforms ----------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def select(rows: Any, k: int, index: Any) -> None:
         least = np.int32(guess)
         found = 0
         for start in range(0, whole, 64):
-            word = _reaching(row, start, least)
+            word: Any = _reaching(row, start, least)
             while word != np.uint64(0):
                 i = start + np.int64(_trailing_zeros(word))
                 word &= word - np.uint64(1)  # clears the lowest one
@@ -180,55 +180,88 @@ def rice_pack(index: Any, width: int, low: Any, high: Any) -> None:
         low[at] = np.uint8(held)
 
 
+# A place in a Rice code: the word of the unary part with the ones already read cleared, the number of words read, the
+# next bit of the low part, the bit after the last one, and the number of positions read. All but the last are unsigned:
+# for a signed index, numba would test each time if it counts from the end.
+START = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0), np.int64(0)
+
+
 @compiled
-def rice_unpack(low: Any, high: Any, width: int, area: int, index: Any) -> int:
+def rice_unpack(low: Any, high: Any, width: int, area: int, index: Any) -> Any:
     """Read positions into ``index``, and return their number.
 
     It is smaller than expected if ``high`` has too few ones, −1 if ``high`` has too many, and −2 if a position is
     beyond the area. ``low`` ends with four spare bytes; ``high`` consists of 64-bit words.
     """
-    # All numbers are unsigned: for a signed index, numba would test each time if it counts from the end.
     c, k = index.shape
-    wide = np.uint64(width)
-    mask = (np.uint64(1) << wide) - np.uint64(1)
-    word, at, base, bit, n = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0), 0
-    before = np.uint64(0)  # the bit after the last one
-    words = np.uint64(high.size)
-    limit = np.uint64(area)
+    place = START
     for r in range(c):
-        position = np.uint64(0)  # the place after the last position
+        place = _read_row(low, high, width, area, place, index[r])
+        if place[4] != (r + 1) * k:
+            return place[4]
+    return place[4] if _is_end(high, place) else -1
+
+
+@compiled
+def rice_add(low: Any, high: Any, width: int, k: int, grid: Any, here: Any) -> Any:
+    """`rice_unpack`, but the values of a row are divided and added to ``here`` (c, a) as soon as it is read."""
+    codes, bits, steps, far, exact, count = grid
+    c, area = here.shape
+    index, values, n_far, place = np.empty(k, np.int64), np.empty(k, np.float32), 0, START
+    for r in range(c):
+        place = _read_row(low, high, width, area, place, index)
+        if place[4] != (r + 1) * k:
+            return place[4]
+        _grid_row(codes, r * k * bits, bits, steps[r], values)
+        while n_far < far.size and far[n_far] < (r + 1) * k:
+            values[far[n_far] - r * k] = exact[n_far]
+            n_far += 1
+        row = here[r]
         for i in range(k):
-            while word == np.uint64(0):
-                if at == words:
-                    return n
-                word = high[at]
-                base = at << np.uint64(6)
-                at += np.uint64(1)
-            one = base + _trailing_zeros(word)
-            word &= word - np.uint64(1)  # clears the lowest one
-            b = bit >> np.uint64(3)
-            window = (
-                np.uint64(low[b])
-                | np.uint64(low[b + np.uint64(1)]) << np.uint64(8)
-                | np.uint64(low[b + np.uint64(2)]) << np.uint64(16)
-                | np.uint64(low[b + np.uint64(3)]) << np.uint64(24)
-            )
-            position += ((one - before) << wide) + ((window >> (bit & np.uint64(7))) & mask)
-            if position >= limit:  # tested for each position: untrusted bytes must not lead beyond the chunk
-                return -2
-            index[r, i] = position
-            position += np.uint64(1)
-            before = one + np.uint64(1)
-            bit += wide
-            n += 1
-    # All positions are read. Any one that is left means that the message is corrupt.
-    if word != np.uint64(0):
-        return -1
-    while at < words:
-        if high[at] != np.uint64(0):
-            return -1
+            row[np.uint64(index[i])] += values[i] / count
+    return place[4] if _is_end(high, place) else -1
+
+
+@compiled
+def _read_row(low: Any, high: Any, width: int, area: int, place: Any, row: Any) -> Any:
+    """Read the positions of one chunk, from a place of the code to the next one."""
+    word, at, bit, before, n = place
+    wide, mask = np.uint64(width), (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+    position = np.uint64(0)  # the place after the last position
+    for i in range(row.size):
+        while word == np.uint64(0):
+            if at == np.uint64(high.size):
+                return word, at, bit, before, n
+            word = high[at]
+            at += np.uint64(1)
+        one = ((at - np.uint64(1)) << np.uint64(6)) + _trailing_zeros(word)
+        word &= word - np.uint64(1)  # clears the lowest one
+        b = bit >> np.uint64(3)
+        window = (
+            np.uint64(low[b])
+            | np.uint64(low[b + np.uint64(1)]) << np.uint64(8)
+            | np.uint64(low[b + np.uint64(2)]) << np.uint64(16)
+            | np.uint64(low[b + np.uint64(3)]) << np.uint64(24)
+        )
+        position += ((one - before) << wide) + ((window >> (bit & np.uint64(7))) & mask)
+        if position >= np.uint64(area):  # tested for each position: untrusted bytes must not lead beyond the chunk
+            return word, at, bit, before, np.int64(-2)
+        row[i] = position
+        position += np.uint64(1)
+        before = one + np.uint64(1)
+        bit += wide
+        n += 1
+    return word, at, bit, before, n
+
+
+@compiled
+def _is_end(high: Any, place: Any) -> Any:
+    """True if no one is left. Any one that is left means that the message is corrupt."""
+    word, at = place[0], place[1]
+    while word == np.uint64(0) and at < np.uint64(high.size):
+        word = high[at]
         at += np.uint64(1)
-    return n
+    return word == np.uint64(0)
 
 
 @compiled
@@ -236,7 +269,7 @@ def quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: A
     """Fill steps, codes and the mask of exceptions, as `in_torch.quantize` does. True if there is any exception."""
     c, k = values.shape
     half = 1 << (bits - 1)
-    reach = EXCEPTIONAL * max(1.0, half / 2)
+    reach, most_level = EXCEPTIONAL * max(1.0, half / 2), np.float64(half - 1)
     whole = np.empty(k, np.float64)
     level = np.zeros(k, np.float64)
     any_far = False
@@ -248,7 +281,7 @@ def quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: A
         scale = math.ldexp(1.0, FRACTION - math.frexp(top)[1])
         total = 0.0
         for i in range(k):
-            whole[i] = math.floor(abs(np.float64(values[r, i])) * scale)
+            whole[i] = np.floor(abs(np.float64(values[r, i])) * scale)
             total += whole[i]
         largest, kept_total, kept = 0.0, 0.0, 0
         for i in range(k):
@@ -268,7 +301,7 @@ def quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: A
                 divisor = step if step != 0.0 else 1.0
                 products, squares = 0.0, 0.0
                 for i in range(k):
-                    level[i] = min(math.floor(whole[i] / divisor), half - 1)
+                    level[i] = min(np.floor(whole[i] / divisor), most_level)
                     odd = 0.0 if far[r, i] else 2.0 * level[i] + 1.0
                     products += whole[i] * odd
                     squares += odd * odd
@@ -296,11 +329,16 @@ def pack_codes(codes: Any, bits: int, packed: Any) -> None:
 @compiled
 def unpack_grid(packed: Any, step: Any, bits: int, values: Any) -> None:
     c, k = values.shape
-    mask = (1 << bits) - 1
-    middle = np.float32((1 << (bits - 1)) - 0.5)
     for r in range(c):
-        here = step[r]
-        for i in range(k):
-            at = (r * k + i) * bits
-            code = (packed[at >> 3] >> (at & 7)) & mask
-            values[r, i] = (np.float32(code) - middle) * here
+        _grid_row(packed, r * k * bits, bits, step[r], values[r])
+
+
+@compiled
+def _grid_row(packed: Any, bit: int, bits: int, step: Any, values: Any) -> None:
+    """The values of one chunk, whose first code starts at ``bit``."""
+    mask, middle = np.int32((1 << bits) - 1), np.float32((1 << (bits - 1)) - 0.5)
+    at = np.uint64(bit)
+    for i in range(values.size):
+        code = np.int32(packed[at >> np.uint64(3)]) >> np.int32(at & np.uint64(7)) & mask
+        values[i] = (np.float32(np.int32(code)) - middle) * step
+        at += np.uint64(bits)

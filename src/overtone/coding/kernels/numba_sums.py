@@ -11,8 +11,9 @@ from overtone.coding.kernels.compiled import compiled
 
 @compiled
 def difference(plus: Any, plus_stride: int, minus: Any, minus_stride: int, chunks: Any) -> float:
-    """Chunks (down, across, h, w) of plus − minus, and the sum of their squares. Rows of the matrices are a stride apart.
+    """Chunks (down, across, h, w) of plus − minus, and the sum of their squares.
 
+    Rows of the matrices are a stride apart.
     Squares are summed in one place for each column of a chunk: a single sum would have to be made value by value.
     """
     down, across, h, w = chunks.shape

@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 from overtone.coding.kernels.compiled import compiled
 
 SIDE = 64  # of a chunk; chunks of other shapes are transformed by torch
+AREA = SIDE * SIDE
 LANES = 16  # values of a vector: the compiler splits it on machines with shorter ones
 Values = list[Any]
 
@@ -139,6 +140,13 @@ def _store(builder: Any, lanes: _Lanes, place: Any) -> None:
     builder.store(lanes.value, place).align = 4
 
 
+def _stream(builder: Any, lanes: _Lanes, place: Any) -> None:
+    """Store past the cache a vector that fills a line of it. Otherwise the line would be read first, for nothing."""
+    store = builder.store(lanes.value, place)
+    store.align = 4 * LANES
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
 def _spread(builder: Any, number: Any) -> _Lanes:
     """A number in all lanes."""
     one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
@@ -186,11 +194,17 @@ def _shuffle(a: _Lanes, b: _Lanes, order: Sequence[int]) -> _Lanes:
 def _down_columns(transform: Callable[[Values], Values], builder: Any, here: Any, there: Any) -> None:
     """Transform 16 columns. ``here`` and ``there`` are an address and the distance of two rows."""
     values = [_load(builder, _place(builder, *here, row)) for row in range(SIDE)]
-    for row, lanes in enumerate(transform(values)):
-        _store(builder, lanes, _place(builder, *there, row))
+    places = [_place(builder, *there, row) for row in range(SIDE)]
+    end = builder.block
+    for lanes, place in zip(transform(values), places, strict=True):
+        builder.position_after(lanes.value)  # as soon as it is known: fewer values are under way
+        _store(builder, lanes, place)
+    builder.position_at_end(end)
 
 
-def _along_rows(transform: Callable[[Values], Values], builder: Any, here: Any, there: Any, factor: Any) -> None:
+def _along_rows(
+    transform: Callable[[Values], Values], builder: Any, here: Any, there: Any, factor: Any, store: Any = _store
+) -> None:
     """Transform 16 rows, times the factor. Rows are transposed in registers: this is faster than through memory."""
     values: Values = []
     for column in range(0, SIDE, LANES):
@@ -198,7 +212,14 @@ def _along_rows(transform: Callable[[Values], Values], builder: Any, here: Any, 
     values, factors = transform(values), _spread(builder, factor)
     for column in range(0, SIDE, LANES):
         for row, lanes in enumerate(_transpose(values[column : column + LANES])):
-            _store(builder, lanes.times(factors), _place(builder, *there, row, column))
+            store(builder, lanes.times(factors), _place(builder, *there, row, column))
+
+
+def _along_rows_streamed(
+    transform: Callable[[Values], Values], builder: Any, here: Any, there: Any, factor: Any
+) -> None:
+    """`_along_rows` for a target in memory that is not needed soon, and that is aligned to lines of the cache."""
+    _along_rows(transform, builder, here, there, factor, _stream)
 
 
 def _code(way: Callable[..., None], transform: Callable[[Values], Values], *more: Any) -> Any:
@@ -250,15 +271,35 @@ def _hadamard_rows(_typing: Any, a: Any, i: Any, s: Any, b: Any, j: Any, t: Any,
     return _code(_along_rows, hadamard, types.float32)
 
 
+@intrinsic
+def _back_rows_streamed(_typing: Any, a: Any, i: Any, s: Any, b: Any, j: Any, t: Any, factor: Any) -> Any:  # noqa: ARG001
+    return _code(_along_rows_streamed, inverse_dct, types.float32)
+
+
+@intrinsic
+def _hadamard_rows_streamed(_typing: Any, a: Any, i: Any, s: Any, b: Any, j: Any, t: Any, factor: Any) -> Any:  # noqa: ARG001
+    return _code(_along_rows_streamed, hadamard, types.float32)
+
+
+@intrinsic
+def _fence(_typing: Any) -> Any:
+    """Finish what was streamed, before another thread reads it."""
+
+    def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
 # -- loops over chunks ---------------------------------------------------------------------------------------------
 
 TO_COSINES, FROM_COSINES, TO_SUMS = 0, 1, 2  # which transform a loop computes
 
 
 @compiled
-def _chunk(kind: int, source: Any, at: int, out: Any, place: int, stride: int, factor: Any) -> None:
-    """Transform one chunk: the columns into scratch, then the rows into their place in ``out``."""
-    between = np.empty(SIDE * SIDE, np.float32)
+def _columns(kind: int, source: Any, at: int, between: Any) -> None:
+    """Transform the columns of one chunk into ``between``."""
     for lane in range(0, SIDE, LANES):
         if kind == TO_COSINES:
             _dct_columns(source, at + lane, SIDE, between, lane, SIDE)
@@ -266,6 +307,11 @@ def _chunk(kind: int, source: Any, at: int, out: Any, place: int, stride: int, f
             _back_columns(source, at + lane, SIDE, between, lane, SIDE)
         else:
             _hadamard_columns(source, at + lane, SIDE, between, lane, SIDE)
+
+
+@compiled
+def _rows(kind: int, between: Any, out: Any, place: int, stride: int, factor: Any) -> None:
+    """Transform the rows of ``between`` into their place in ``out``."""
     for row in range(0, SIDE, LANES):
         here = place + row * stride
         if kind == TO_COSINES:
@@ -277,34 +323,33 @@ def _chunk(kind: int, source: Any, at: int, out: Any, place: int, stride: int, f
 
 
 @compiled
-def transform_chunks(kind: int, source: Any, out: Any, keep: Any, factor: Any) -> None:
+def transform_chunks(kind: int, source: Any, between: Any, out: Any, keep: Any, factor: Any) -> None:
     """out ← keep · out + factor · sums, for chunks that follow each other. ``keep`` and ``factor`` are fp32."""
-    sums = np.empty(SIDE * SIDE, np.float32)
-    for at in range(0, source.size, SIDE * SIDE):
+    for at in range(0, source.size, AREA):
+        _columns(kind, source, at, between)
         if keep == np.float32(0.0):
-            _chunk(kind, source, at, out, at, SIDE, factor)
+            _rows(kind, between, out, at, SIDE, factor)
             continue
-        # Added in order, by a loop of its own: from the transform's order of rows, memory would be read too late.
-        _chunk(kind, source, at, sums, 0, SIDE, factor)
-        here = out[at : at + SIDE * SIDE]
-        for i in range(SIDE * SIDE):
-            here[i] = here[i] * keep + sums[i]
-
-
-STRIP = 16
+        _rows(kind, between, between, 0, SIDE, factor)
+        # Added by a loop of its own: the transform would read `out` in an order for which memory is slow.
+        here = out[at : at + AREA]
+        for i in range(AREA):
+            here[i] = here[i] * keep + between[i]
 
 
 @compiled
-def transform_patch(kind: int, source: Any, factor: Any, out: Any, stride: int, across: int) -> None:
+def inverse_patch(kind: int, source: Any, between: Any, out: Any, stride: int, across: int, factor: Any) -> None:
     """Chunks that follow each other become a matrix with ``across`` of them in a row; ``stride`` from row to row."""
-    strip = np.empty(STRIP * SIDE * SIDE, np.float32)
-    for down in range(source.size // (SIDE * SIDE * across)):
-        for first in range(0, across, STRIP):
-            n = min(STRIP, across - first)
-            for i in range(n):
-                _chunk(kind, source, (down * across + first + i) * SIDE * SIDE, strip, i * SIDE, n * SIDE, factor)
-            for row in range(SIDE):
-                place = (down * SIDE + row) * stride + first * SIDE
-                here, there = strip[row * n * SIDE : (row + 1) * n * SIDE], out[place : place + n * SIDE]
-                for i in range(n * SIDE):
-                    there[i] = here[i]
+    aligned = out.ctypes.data % 64 == 0 and stride % LANES == 0
+    for chunk in range(source.size // AREA):
+        place = (chunk // across * stride + chunk % across) * SIDE
+        _columns(kind, source, chunk * AREA, between)
+        if not aligned:
+            _rows(kind, between, out, place, stride, factor)
+            continue
+        for row in range(0, SIDE, LANES):
+            if kind == FROM_COSINES:
+                _back_rows_streamed(between, row * SIDE, SIDE, out, place + row * stride, stride, factor)
+            else:
+                _hadamard_rows_streamed(between, row * SIDE, SIDE, out, place + row * stride, stride, factor)
+    _fence()
