@@ -161,18 +161,19 @@ def hadamard_gain(h: int, w: int) -> float:
     return 1.0 / math.sqrt(math.prod(n for n in (h, w) if is_power_of_two(n)))
 
 
-def butterflies(values: Tensor, spare: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Hadamard sums along one axis, without a scale. Both tensors are overwritten; the first one returned has the sums.
+def butterflies(values: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+    """Hadamard sums down the columns of (n, h, w), without a scale. Both tensors are overwritten; the first one
+    returned has the sums.
 
     In the stage of stride s = 1, 2, 4 …, each pair (x_t, x_{t+s}) with t & s = 0 becomes x_t + x_{t+s} and
-    x_t − x_{t+s}. Each sum is one rounded operation, so this order of stages fixes every bit of the result. An axis
-    whose length is no power of two stays as it is.
+    x_t − x_{t+s}. Each sum is one rounded operation, so this order of stages fixes every bit of the result. Columns
+    whose length is no power of two stay as they are.
     """
-    n, stride = values.shape[axis], 1
-    while stride < n and is_power_of_two(n):
-        shape = (*values.shape[:axis], n // (2 * stride), 2, stride, *values.shape[axis + 1 :])
-        first, second = values.view(shape).unbind(axis + 1)
-        total, difference = spare.view(shape).unbind(axis + 1)
+    n, h, w = values.shape
+    stride = 1
+    while stride < h and is_power_of_two(h):
+        first, second = values.view(n, h // (2 * stride), 2, stride, w).unbind(2)
+        total, difference = spare.view(n, h // (2 * stride), 2, stride, w).unbind(2)
         torch.add(first, second, out=total)
         torch.sub(first, second, out=difference)
         values, spare = spare, values
@@ -212,8 +213,14 @@ class Hadamard:
 
     def _sums(self, chunks: Tensor, between: Tensor | None) -> Tensor:
         values = chunks.clone() if between is None else between.copy_(chunks)
-        values, spare = butterflies(values, torch.empty_like(values), 1)
-        return butterflies(values, spare, 2)[0]
+        values, spare = butterflies(values, torch.empty_like(values))
+        if not is_power_of_two(chunks.shape[2]):
+            return values
+        # Along the rows: of the transposed chunks, because torch is slow with neighbours in memory.
+        n, h, w = chunks.shape
+        turned = spare.view(n, w, h).copy_(values.transpose(1, 2))
+        turned, spare = butterflies(turned, values.view(n, w, h))
+        return spare.view(n, h, w).copy_(turned.transpose(1, 2))
 
 
 DCT, RANDOM, HADAMARD = Product(cosine_basis), Product(random_basis), Hadamard()
