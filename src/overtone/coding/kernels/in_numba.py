@@ -164,8 +164,8 @@ def _flat(tensor: Tensor) -> Any:
 
 
 def _scratch() -> Any:
-    """Memory for a chunk. From torch, which aligns it: a vector that lies in two lines of the cache costs double."""
-    return torch.empty(SIDE * SIDE).numpy()
+    """Memory for a chunk with wide rows. From torch, which aligns it: a vector that lies in two lines of the cache costs double."""
+    return torch.empty(SIDE * numba_transforms.WIDE).numpy()
 
 
 def _span(rows: Tensor) -> tuple[Any, int]:

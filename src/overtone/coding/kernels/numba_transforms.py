@@ -22,9 +22,10 @@ from numba.extending import intrinsic
 
 from overtone.coding.kernels.compiled import compiled
 
+LANES = 16  # values of a vector: the compiler splits it on machines with shorter ones
 SIDE = 64  # of a chunk; chunks of other shapes are transformed by torch
 AREA = SIDE * SIDE
-LANES = 16  # values of a vector: the compiler splits it on machines with shorter ones
+WIDE = SIDE + LANES  # from row to row of scratch: with a power of two, a column would use a quarter of the cache only
 Values = list[Any]
 
 # The transforms are defined in this file, not imported: numba's cache on disk notices changes of this file only.
@@ -302,11 +303,11 @@ def _columns(kind: int, source: Any, at: int, between: Any) -> None:
     """Transform the columns of one chunk into ``between``."""
     for lane in range(0, SIDE, LANES):
         if kind == TO_COSINES:
-            _dct_columns(source, at + lane, SIDE, between, lane, SIDE)
+            _dct_columns(source, at + lane, SIDE, between, lane, WIDE)
         elif kind == FROM_COSINES:
-            _back_columns(source, at + lane, SIDE, between, lane, SIDE)
+            _back_columns(source, at + lane, SIDE, between, lane, WIDE)
         else:
-            _hadamard_columns(source, at + lane, SIDE, between, lane, SIDE)
+            _hadamard_columns(source, at + lane, SIDE, between, lane, WIDE)
 
 
 @compiled
@@ -315,11 +316,11 @@ def _rows(kind: int, between: Any, out: Any, place: int, stride: int, factor: An
     for row in range(0, SIDE, LANES):
         here = place + row * stride
         if kind == TO_COSINES:
-            _dct_rows(between, row * SIDE, SIDE, out, here, stride, factor)
+            _dct_rows(between, row * WIDE, WIDE, out, here, stride, factor)
         elif kind == FROM_COSINES:
-            _back_rows(between, row * SIDE, SIDE, out, here, stride, factor)
+            _back_rows(between, row * WIDE, WIDE, out, here, stride, factor)
         else:
-            _hadamard_rows(between, row * SIDE, SIDE, out, here, stride, factor)
+            _hadamard_rows(between, row * WIDE, WIDE, out, here, stride, factor)
 
 
 @compiled
@@ -330,11 +331,13 @@ def transform_chunks(kind: int, source: Any, between: Any, out: Any, keep: Any, 
         if keep == np.float32(0.0):
             _rows(kind, between, out, at, SIDE, factor)
             continue
-        _rows(kind, between, between, 0, SIDE, factor)
+        _rows(kind, between, between, 0, WIDE, factor)
         # Added by a loop of its own: the transform would read `out` in an order for which memory is slow.
-        here = out[at : at + AREA]
-        for i in range(AREA):
-            here[i] = here[i] * keep + between[i]
+        for row in range(SIDE):
+            first = at + row * SIDE
+            here, sums = out[first : first + SIDE], between[row * WIDE : row * WIDE + SIDE]
+            for i in range(SIDE):
+                here[i] = here[i] * keep + sums[i]
 
 
 @compiled
@@ -349,7 +352,7 @@ def inverse_patch(kind: int, source: Any, between: Any, out: Any, stride: int, a
             continue
         for row in range(0, SIDE, LANES):
             if kind == FROM_COSINES:
-                _back_rows_streamed(between, row * SIDE, SIDE, out, place + row * stride, stride, factor)
+                _back_rows_streamed(between, row * WIDE, WIDE, out, place + row * stride, stride, factor)
             else:
-                _hadamard_rows_streamed(between, row * SIDE, SIDE, out, place + row * stride, stride, factor)
+                _hadamard_rows_streamed(between, row * WIDE, WIDE, out, place + row * stride, stride, factor)
     _fence()
