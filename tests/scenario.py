@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ def small(row: Callable[..., Method]) -> Method:
 
 
 METHODS = {name: small(row) for name, row in overtone.METHODS.items()}
+METHODS["decoupled_hadamard"] = small(partial(overtone.decoupled, transform="hadamard"))
 SPEAKING = {name: method for name, method in METHODS.items() if method.every is not None}
 CONSENSUS = {name: method for name, method in METHODS.items() if method.consensus}
 

@@ -164,7 +164,7 @@ def _flat(tensor: Tensor) -> Any:
 
 
 def _scratch() -> Any:
-    """Memory for a chunk with wide rows. From torch, which aligns it: a vector that lies in two lines of the cache costs double."""
+    """Memory for a chunk with wide rows. From torch, which aligns it: vectors across two cache lines are slow."""
     return torch.empty(SIDE * numba_transforms.WIDE).numpy()
 
 
