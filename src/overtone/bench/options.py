@@ -36,7 +36,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CodecBench(Measured):
-    """Measure how fast a whole round is computed, against the published code and against memory."""
+    """Measure how fast one round is encoded and decoded, against the published code and against memory."""
 
     width: int = 768
     """Width of the GPT whose tensors are encoded. The defaults are those of GPT-2 small. A second set of 25 matrices

@@ -265,6 +265,20 @@ def _is_end(high: Any, place: Any) -> Any:
 
 
 @compiled
+def _total(numbers: Any) -> float:
+    """The sum of whole numbers. It is exact in any order, so four sums grow side by side."""
+    a, b, c, d, whole = 0.0, 0.0, 0.0, 0.0, numbers.size // 4 * 4
+    for i in range(0, whole, 4):
+        a += numbers[i]
+        b += numbers[i + 1]
+        c += numbers[i + 2]
+        d += numbers[i + 3]
+    for i in range(whole, numbers.size):
+        a += numbers[i]
+    return (a + b) + (c + d)
+
+
+@compiled
 def quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: Any) -> bool:
     """Fill steps, codes and the mask of exceptions, as `in_torch.quantize` does. True if there is any exception."""
     c, k = values.shape
@@ -272,6 +286,7 @@ def quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: A
     reach, most_level = EXCEPTIONAL * max(1.0, half / 2), np.float64(half - 1)
     whole = np.empty(k, np.float64)
     level = np.zeros(k, np.float64)
+    products, squares = np.empty(k, np.float64), np.empty(k, np.float64)
     any_far = False
     for r in range(c):
         top = 0.0
@@ -279,10 +294,9 @@ def quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: A
             top = max(top, abs(np.float64(values[r, i])))
         # Magnitudes become whole numbers below 2**24, so that their sums are exact and no order matters.
         scale = math.ldexp(1.0, FRACTION - math.frexp(top)[1])
-        total = 0.0
         for i in range(k):
             whole[i] = np.floor(abs(np.float64(values[r, i])) * scale)
-            total += whole[i]
+        total = _total(whole)
         largest, kept_total, kept = 0.0, 0.0, 0
         for i in range(k):
             far[r, i] = whole[i] * k > reach * total
@@ -299,13 +313,12 @@ def quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: A
             step = largest / (half - 0.5)
             for _ in range(PASSES):
                 divisor = step if step != 0.0 else 1.0
-                products, squares = 0.0, 0.0
                 for i in range(k):
                     level[i] = min(np.floor(whole[i] / divisor), most_level)
                     odd = 0.0 if far[r, i] else 2.0 * level[i] + 1.0
-                    products += whole[i] * odd
-                    squares += odd * odd
-                step = 2.0 * products / max(squares, 1.0)
+                    products[i] = whole[i] * odd
+                    squares[i] = odd * odd
+                step = 2.0 * _total(products) / max(_total(squares), 1.0)
         steps[r] = np.float32(min(step / scale, most))
         for i in range(k):
             n = int(level[i])
