@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ METHODS = {
     "decoupled, delayed": overtone.decoupled(**SMALL, delay=2),
     "decoupled, sharded, delayed": overtone.decoupled(**SMALL, exchange="sharded", delay=EVERY),
     "diloco, delayed": overtone.diloco(every=EVERY, delay=1),
+    "decoupled_hadamard": small(partial(overtone.decoupled, transform="hadamard")),
     "published, delayed": overtone.published(**SMALL, delay=EVERY),
 }
 SPEAKING = {name: method for name, method in METHODS.items() if method.every is not None}

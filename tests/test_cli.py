@@ -187,9 +187,12 @@ def test_bench_codec(tmp_path: Path) -> None:
     done = overtone_cli("bench", "codec", *small)
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
-    assert {"overtone", "reference, einsum", "reference, scipy.fft", "reference, torch.fft"} <= set(report["paths"])
-    assert report["paths"]["overtone"]["message_bytes"] < report["paths"]["reference, einsum"]["message_bytes"]
-    assert "| path | encode, GB/s |" in done.stdout
+    rows = {"overtone", "overtone, hadamard", "reference, einsum", "reference, scipy.fft", "reference, torch.fft"}
+    assert set(report["sets"]) == {"a GPT", "25 matrices"}
+    for found in report["sets"].values():
+        assert rows <= set(found["paths"])
+        assert found["paths"]["overtone"]["message_bytes"] < found["paths"]["reference, einsum"]["message_bytes"]
+    assert "| path | round, copies: best | median |" in done.stdout
     assert "Peak extra memory" in done.stdout
 
 

@@ -71,7 +71,7 @@ def test_lossless_outer_is_sgd_on_the_mean_drift(lr: float, momentum: float) -> 
 
 
 def test_outer_step_is_sgd_to_the_last_bits() -> None:
-    from overtone.rules import outer_step
+    from overtone.coding.kernels.in_torch import outer_step
 
     dice = torch.Generator().manual_seed(0)
     anchor = torch.randn(1000, generator=dice)
@@ -94,11 +94,12 @@ def test_keeping_everything_is_dense_bit_for_bit() -> None:
         assert largest_difference(a, b) == 0.0
 
 
-def test_keeping_everything_through_the_dct_is_dense() -> None:
+@pytest.mark.parametrize("transform", ["dct", "hadamard", "random"])
+def test_keeping_everything_through_a_transform_is_dense(transform: str) -> None:
     dense = overtone.diloco(every=3, lr=0.9, momentum=0.8)
     for carry in (0.0, 1.0):  # with nothing left unsent there is nothing to carry
         rule = Outer(lr=0.9, momentum=0.8, carry=carry)
-        gathered = Method("gathered", Drift, 3, rule, TopK(keep=4096, bits=32))
+        gathered = Method("gathered", Drift, 3, rule, TopK(keep=4096, bits=32, transform=transform))
         a, b = train(linear_cluster(dense), 12), train(linear_cluster(gathered), 12)
         assert largest_difference(a[0], b[0]) <= 2e-6  # four round trips through the transform in fp32
 

@@ -27,7 +27,10 @@ SCIENCE = ("core", "coding", "exchange", "world", "sim")  # needs nothing but to
 FLAT = {"methods", "rules", "codec", "replica", "transport", "ledger", "errors", "version", "__init__", "__main__"}
 # Who may import torch.distributed: whoever joins a world of processes or carries messages in it.
 TOUCHES_DISTRIBUTED = {"world.process_group", "world.join"}
-COMPILED = "coding.kernels.in_numba"  # optional: the same functions as `in_torch`, where numba is installed
+# Optional: the same functions as `in_torch`, where numba is installed.
+COMPILED = {
+    f"coding.kernels.{name}" for name in ("in_numba", "compiled", "numba_codec", "numba_sums", "numba_transforms")
+}
 
 
 def modules() -> dict[str, Path]:
@@ -83,7 +86,7 @@ def test_a_folder_imports_what_the_table_allows(folder: str) -> None:
 def test_science_needs_torch_only() -> None:
     allowed = {"torch", "overtone", *sys.stdlib_module_names}
     for module, path in MODULES.items():
-        if folder_of(module) in SCIENCE and module != COMPILED:
+        if folder_of(module) in SCIENCE and module not in COMPILED:
             for name in imports(path):
                 assert name.split(".")[0] in allowed, f"{module} imports {name}"
 

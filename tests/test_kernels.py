@@ -1,15 +1,20 @@
 """The compiled loops make the same bytes as the plain ones, and read the same from them."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overtone.codec import BITS, TopK
+from overtone.codec import BITS, TopK, mean, mean_of_blocks
 from overtone.coding.bits import Reader
-from overtone.coding.kernels import in_numba, in_torch
+from overtone.coding.kernels import Kernels, in_numba, in_torch
+from overtone.errors import WireError
 from test_codec import kinds
 from whole import encode_all
+
+LOOPS = (in_torch, in_numba)
 
 
 @settings(max_examples=150, deadline=None)
@@ -55,3 +60,101 @@ def test_positions_are_near_the_entropy(k: int) -> None:
         / torch.log(torch.tensor(2.0, dtype=torch.float64))
     )
     assert 8 * len(in_torch.pack_positions(index, 4096)) <= 1.05 * 200 * entropy
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    cut=st.sampled_from([(2, 3, 64, 64), (1, 5, 7, 64), (4, 1, 64, 3), (1, 1, 1, 1), (2, 20, 64, 64)]),
+)
+def test_differences_are_equal_bit_for_bit(seed: int, cut: tuple[int, int, int, int]) -> None:
+    down, across, h, w = cut
+    dice = torch.Generator().manual_seed(seed)
+    plus, minus = (torch.randn(down * h + 3, across * w + 5, generator=dice) for _ in range(2))
+    here = slice(1, down * h + 1), slice(2, across * w + 2)
+    found = [torch.empty(cut) for _ in range(2)]
+    squares = [loops.difference(plus[here], minus[here], out) for loops, out in zip(LOOPS, found, strict=True)]
+    assert squares == pytest.approx([float(found[0].double().square().sum())] * 2, rel=1e-5)
+    assert torch.equal(*found)
+    assert torch.equal(found[0][-1, -1], (plus[here] - minus[here])[-h:, -w:])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.sampled_from([1, 7, 64, 1000]),
+    lr=st.floats(1e-3, 10.0),
+    mu=st.sampled_from([0.0, 0.5, 0.8, 0.9, 0.999]),
+    carry=st.sampled_from([0.0, 0.3, 1.0]),
+    lossless=st.booleans(),
+)
+def test_outer_steps_are_equal_bit_for_bit(
+    seed: int, size: int, lr: float, mu: float, carry: float, *, lossless: bool
+) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    anchor, momentum, residual, mean = (torch.randn(4, size, generator=dice) * 10 ** torch.randn(4, 1)).unbind(0)
+    results = []
+    for loops in (in_torch, in_numba):
+        theta, m, u = anchor.clone(), momentum.clone(), mean.clone()
+        e = None if lossless else residual.clone()
+        answer = loops.outer_answer(theta, m if mu else None, e, u, lr=lr, mu=mu, carry=carry)
+        results.append((theta, m, answer, torch.zeros(1) if e is None else e))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_outer_step_is_a_row_of_single_operations() -> None:
+    """Each is rounded to fp32 by itself; computed here in fp64 and rounded after every operation."""
+    anchor, momentum, residual, mean = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)).unbind(0)
+    lr, mu, carry = (torch.tensor(value).double() for value in (0.9, 0.8, 0.7))
+
+    def rounded(value: torch.Tensor) -> torch.Tensor:
+        return value.float().double()
+
+    u, e = mean.double(), residual.double()
+    m = rounded(rounded(mu * momentum.double()) + u)
+    theta = rounded(anchor.double() - rounded(lr * rounded(u + rounded(mu * m))))
+    answer = rounded(theta - rounded(carry * e))
+    found = in_numba.outer_answer(anchor, momentum, residual, mean, lr=0.9, mu=0.8, carry=0.7)
+    assert torch.equal(found.double(), answer)
+    assert torch.equal(anchor.double(), theta)
+    assert torch.equal(momentum.double(), m)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    bits=st.sampled_from([1, 2, 4, 8]),
+    keep=st.integers(1, 4095),
+    count=st.integers(1, 9),
+    kind=st.sampled_from(sorted(kinds(0, 1))),
+)
+def test_blocks_are_added_as_if_they_were_unpacked(seed: int, bits: int, keep: int, count: int, kind: str) -> None:
+    codec = TopK(keep=keep, bits=bits, transform="none")
+    layout = codec.layout([(192, 64)])
+    (slab,) = layout.slabs
+    payloads = [encode_all(codec, kinds(seed + i, layout.size)[kind], layout)[0] for i in range(2)]
+    decoded = (codec.decode(Reader(payload), slab) for payload in payloads)
+    expected = mean(decoded, count, torch.empty(slab.chunks, slab.area), over_senders=False)
+    for loops in LOOPS:
+        readers, out = [Reader(payload) for payload in payloads], torch.full((slab.chunks, slab.area), torch.nan)
+        found = mean_of_blocks(codec, readers, slab, count, out, over_senders=False, kernels=loops)
+        assert torch.equal(found, expected)
+        for reader in readers:
+            reader.end()
+
+
+@pytest.mark.parametrize("loops", LOOPS)
+def test_a_block_with_wrong_positions_is_not_added(loops: Kernels) -> None:
+    codec = TopK(keep=32, bits=2, transform="none")
+    layout = codec.layout([(64, 64)])
+    (slab,) = layout.slabs
+    payload = bytearray(encode_all(codec, torch.randn(layout.size, generator=torch.manual_seed(0)), layout)[0])
+    start = 1 + 32 * payload[0] // 8 + 4  # of the unary parts, which end before the step
+    for byte in (0x00, 0xFF):  # fewer ones than are due, and more
+        wrong = payload.copy()
+        wrong[start] = byte
+        with pytest.raises(WireError) as seen:
+            codec.check(Reader(bytes(wrong)), slab, loops)
+        block = codec.open_sparse_grid(Reader(bytes(wrong)), slab, loops)
+        with pytest.raises(WireError, match=re.escape(str(seen.value))):
+            loops.add_share(torch.zeros(1, 4096), block, 1)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from overtone.bench.reference import TRANSFORMS, Reference
+from overtone.bench.reference import TRANSFORMS, Reference, outer_step
+from overtone.rules import Published
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -27,3 +28,13 @@ def test_what_is_sent_and_what_is_kept_add_up(name: str) -> None:
     assert torch.allclose(store, plain, atol=1e-5)
     sent = Reference(32).decode([message] * 4, (128, 64))
     assert torch.allclose(sent + store, drift, atol=1e-5)
+
+
+def test_the_outer_step_is_that_of_the_published_rule() -> None:
+    """`rules.Published` makes it on coefficients; it is linear, so it is the same on weights."""
+    anchor, momentum, drift, mean = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).unbind(0)
+    state = {"anchor": anchor.clone(), "momentum": momentum.clone(), "drift": drift}
+    Published(lr=0.7, decay=0.9).absorb(state, mean)
+    outer_step(anchor, momentum, drift, mean, lr=0.7, decay=0.9)
+    assert torch.allclose(anchor, state["anchor"], atol=1e-6)
+    assert torch.allclose(momentum, state["momentum"], atol=1e-6)

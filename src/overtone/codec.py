@@ -18,12 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from overtone.coding import dct
-from overtone.coding.bits import Reader, field_bytes, tensor_bytes
+from overtone.coding.bits import Reader, field_bytes, open_positions, tensor_bytes
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, in_torch
-from overtone.coding.kernels.in_torch import grid, largest_step
+from overtone.coding.kernels.in_torch import SparseGrid, grid, largest_step
 from overtone.coding.layout import Layout
+from overtone.coding.transforms import TRANSFORMS
 from overtone.errors import MethodError, NotFiniteError, WireError
 
 BITS = (1, 2, 4, 8, 16, 32)
@@ -198,8 +198,8 @@ class TopK:
             raise MethodError(f"keep={self.keep}: coefficients kept of each {FULL_CHUNK}; use 1 to {FULL_CHUNK}")
         if self.bits not in BITS:
             raise MethodError(f"bits={self.bits}: a value travels in {', '.join(map(str, BITS))} bits")
-        if not isinstance(self.transform, str) or self.transform not in dct.TRANSFORMS:
-            raise MethodError(f"transform={self.transform!r}: choose one of {', '.join(dct.TRANSFORMS)}")
+        if not isinstance(self.transform, str) or self.transform not in TRANSFORMS:
+            raise MethodError(f"transform={self.transform!r}: choose one of {', '.join(TRANSFORMS)}")
         if self.plain_below < 0:
             raise MethodError(f"plain_below={self.plain_below}: a number of values, 0 or more")
 
@@ -213,8 +213,8 @@ class TopK:
         return replace(self, keep=FULL_CHUNK, bits=1)
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
-        basis = dct.TRANSFORMS[self.transform]
-        return Layout(shapes, chunk=self.chunk, plain_below=self.plain_below, basis=basis)
+        transform = TRANSFORMS[self.transform]
+        return Layout(shapes, chunk=self.chunk, plain_below=self.plain_below, transform=transform)
 
     def describe(self) -> str:
         return (
@@ -261,6 +261,19 @@ class TopK:
 
     def decode_own(self, block: Block, slab: Slab, kernels: Kernels = in_torch) -> Decoded:
         return self.decode(Reader(block.packed), slab, kernels)
+
+    def is_sparse_grid(self, slab: Slab) -> bool:
+        """True if blocks of this slab are positions and codes on a grid."""
+        return self.kept(slab) < slab.area and self.width(slab) < 16
+
+    def open_sparse_grid(self, reader: Reader, slab: Slab, kernels: Kernels) -> SparseGrid:
+        """Read the parts of the next block. The positions are verified when they are used."""
+        k, bits, where = self.kept(slab), self.width(slab), f"chunks of {slab.h}x{slab.w}"
+        what = f"positions, {where}"
+        coded = open_positions(reader, (slab.chunks, k), slab.area, what)
+        step = open_steps(reader, slab.chunks, bits, where)
+        codes = reader.take(field_bytes(slab.chunks * k, bits), f"values, {where}")
+        return SparseGrid(coded, k, what, step, codes, bits, open_exceptions(reader, slab.chunks * k, where, kernels))
 
     def _open(self, reader: Reader, slab: Slab, kernels: Kernels) -> tuple[Tensor | None, Values]:
         k, where = self.kept(slab), f"chunks of {slab.h}x{slab.w}"
@@ -385,6 +398,26 @@ def pack_exceptions(values: Tensor, decoded: Tensor, far: Tensor, kernels: Kerne
         decoded.view(-1)[far] = exact.float()
         data += kernels.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
     return data
+
+
+def mean_of_blocks(
+    codec: Codec,
+    readers: Sequence[Reader],
+    slab: Slab,
+    count: int,
+    out: Tensor,
+    *,
+    over_senders: bool,
+    kernels: Kernels,
+) -> Tensor:
+    """`mean` of the next block of each reader. Where a codec can, it adds a block without unpacking it first."""
+    if over_senders or not isinstance(codec, TopK) or not codec.is_sparse_grid(slab):
+        decoded = (codec.decode(reader, slab, kernels) for reader in readers)
+        return mean(decoded, count, out, over_senders=over_senders)
+    out.zero_()
+    for reader in readers:
+        kernels.add_share(out, codec.open_sparse_grid(reader, slab, kernels), count)
+    return out
 
 
 def mean(decoded: Iterable[Decoded], count: int, out: Tensor, *, over_senders: bool) -> Tensor:

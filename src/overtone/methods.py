@@ -218,8 +218,8 @@ OPTIONS: dict[str, str] = {
     "decay": "Factor by which the residual (of demo: the private momentum) shrinks from one round to the next.",
     "carry": "Share of the residual that stays in the replica's own weights between rounds.",
     "release": "Share of the sent coefficients that leaves the residual.",
-    "transform": "Transform of each chunk before the strongest coefficients are chosen: dct, random (a fixed rotation) "
-    "or none.",
+    "transform": "Transform of each chunk before the strongest coefficients are chosen: dct, hadamard (sums only: the "
+    "same bits on every machine), random (a fixed rotation) or none.",
     "chunk": "Side of the square chunks into which tensors are cut for the transform.",
     "drain": "Dense one-bit messages at the end of the run, which empty the residuals into the anchor.",
     "delay": "Local steps from the start of a round until its answer is absorbed; messages travel meanwhile. 0: the "

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from overtone.codec import Decoded
-from overtone.coding.dct import SlabSignal
+from overtone.coding.kernels import Kernels, in_torch
+from overtone.coding.layout import SlabSignal
 from overtone.errors import MethodError
 
 State = dict[str, Tensor]
@@ -59,10 +60,11 @@ class Rule(ABC):
         return False
 
     @abstractmethod
-    def absorb(self, state: State, mean: Tensor) -> Tensor:
+    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:
         """Update the state with the mean of all payloads, and return the coefficients of the answer.
 
-        The answer is the new value of the weights at which the signal was measured, or the gradient to step with.
+        The answer is the new value of the weights at which the signal was measured, or the gradient to step with. It
+        may lie in the memory of ``mean``.
         """
 
     def place(self, state: State) -> Tensor:
@@ -77,26 +79,6 @@ class Rule(ABC):
         """End the last round: remove from the residual all that the anchor is not owed any more."""
 
 
-def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, *, lr: float, mu: float) -> None:
-    """M ← μ·M + u;  Θ ← Θ − η·(u + μ·M), in place. Nesterov as in ``torch.optim.SGD``: tests/test_equivalence.py.
-
-    It is written as single elementwise operations. With ``alpha=`` or a fused kernel, other devices would round
-    differently.
-    """
-    if momentum is None:
-        anchor.sub_(mean.mul(lr))
-        return
-    momentum.mul_(mu).add_(mean)
-    anchor.sub_(momentum.mul(mu).add_(mean).mul_(lr))
-
-
-def carried(anchor: Tensor, residual: Tensor | None, carry: float) -> Tensor:
-    """Θ − λ·E: the weights from which this replica starts the next round."""
-    if residual is None or carry == 0.0:
-        return anchor
-    return anchor.sub(residual.mul(carry))
-
-
 @dataclass(frozen=True)
 class Mean(Rule):
     """Plain data parallelism: the answer is u, the mean of the signals."""
@@ -107,7 +89,7 @@ class Mean(Rule):
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:  # noqa: ARG002
         return signal.coefficients()
 
-    def absorb(self, state: State, mean: Tensor) -> Tensor:  # noqa: ARG002
+    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:  # noqa: ARG002
         return mean
 
 
@@ -145,7 +127,7 @@ class DeMo(Rule):
         decoded.add_to(state["momentum"], self.release)
         return True
 
-    def absorb(self, state: State, mean: Tensor) -> Tensor:  # noqa: ARG002
+    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:  # noqa: ARG002
         return mean
 
 
@@ -198,13 +180,13 @@ class Outer(Rule):
         decoded.add_to(state["residual"], self.release)
         return True
 
-    def absorb(self, state: State, mean: Tensor) -> Tensor:
+    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:
         momentum = state["momentum"] if self.momentum else None
-        outer_step(state["anchor"], momentum, mean, lr=self.lr, mu=self.momentum)
-        return self.place(state)
+        residual, numbers = state.get("residual"), {"lr": self.lr, "mu": self.momentum, "carry": self.carry}
+        return kernels.outer_answer(state["anchor"], momentum, residual, mean, **numbers)
 
     def place(self, state: State) -> Tensor:
-        return carried(state["anchor"], state.get("residual"), self.carry)
+        return in_torch.carried(state["anchor"], state.get("residual"), self.carry)
 
     def draining(self) -> Outer:
         """The same rule with lr 1 and no momentum: every message moves the anchor towards the mean of the replicas."""
@@ -252,7 +234,7 @@ class Published(Rule):
         decoded.add_to(state["momentum"])
         return True
 
-    def absorb(self, state: State, mean: Tensor) -> Tensor:
+    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:  # noqa: ARG002
         # The authors' code adds the mean to the private momentum, so the replicas' momenta stay different.
         momentum = state["momentum"].add_(mean)
         state["anchor"].sub_(momentum.mul(self.decay).add_(state["drift"]).mul_(self.lr))

@@ -1,168 +1,44 @@
-"""`overtone bench codec`: one round's work on the tensors of a GPT, against the published code and against memory.
+"""`overtone bench codec`: whole rounds on two sets of tensors, against the published code and against memory.
 
 A round adds the drift of the weights to the residual, transforms, selects, quantizes, packs and updates the residual;
-then it checks, unpacks and averages the payloads of all replicas and transforms back into the weights. All measurements
-are made in one run, on the same tensors and the same threads: their ratios count.
+then it checks, unpacks and averages the payloads of all replicas, makes the outer step and transforms back into the
+weights. All measurements are made in one run, on the same tensors and the same threads: their ratios count.
 """
 
 from __future__ import annotations
 
-import math
 import multiprocessing
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from overtone.bench.options import CodecBench
-from overtone.bench.reference import TRANSFORMS, Reference
-from overtone.codec import Block, TopK, check_payload, mean
-from overtone.coding.bits import Reader
-from overtone.coding.chunks import Slab
+from overtone.bench.reference import TRANSFORMS
+from overtone.bench.rounds import (
+    CPU,
+    Ours,
+    Shapes,
+    Theirs,
+    gpt_shapes,
+    matrix_shapes,
+    measure,
+    seconds_of,
+    size_of,
+    tensors_of,
+)
+from overtone.codec import TopK
 from overtone.coding.kernels import Kernels, in_torch, kernels_for
 from overtone.common.limits import refuse_beyond_memory
 from overtone.errors import ConfigError
-from overtone.exchange.dealing import Deal
-from overtone.exchange.gathered import bytes_of
-from overtone.exchange.round import SlabWork
-from overtone.exchange.signals import Sources
-from overtone.rules import Mean, Outer
-
-Shapes = Sequence[tuple[int, ...]]
-CPU = torch.device("cpu")
-
-
-def gpt_shapes(bench: CodecBench) -> list[tuple[int, ...]]:
-    """The tensors of a GPT as published with GPT-2; its small size, 124 M parameters, is the default."""
-    w = bench.width
-    norm: Shapes = [(w,), (w,)]
-    attend: Shapes = [(3 * w, w), (3 * w,), (w, w), (w,)]
-    mlp: Shapes = [(4 * w, w), (4 * w,), (w, 4 * w), (w,)]
-    return [(bench.words, w), (1024, w), *[*norm, *attend, *norm, *mlp] * bench.layers, *norm]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of the two halves of a round, and the size of one replica's message."""
-
-    encode: float
-    decode: float
-    message_bytes: int
-
-    @property
-    def round(self) -> float:
-        return self.encode + self.decode
-
-
-class Ours:
-    """A round of overtone's codec as `Replica` does it, without the outer step."""
-
-    def __init__(self, shapes: Shapes, codec: TopK, replicas: int, kernels: Kernels) -> None:
-        self.replicas = replicas
-        layout = codec.layout(shapes)
-        deal = Deal.whole(layout.slabs, 0)
-        self.sending = SlabWork(layout, kernels, CPU, Outer(lr=1.0, momentum=0.0), codec, deal)
-        self.receiving = replace(self.sending, rule=Mean())
-        # Filled, so that its memory pages exist before we measure.
-        self.state = {"residual": self.sending.layout.empty(CPU).fill_(0.0)}
-        self.blocks: list[Block] = []
-        self.readers: list[Reader] = []
-
-    def encode(self, start: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """From the weights before and after some local steps to the blocks of a message."""
-        self.blocks, _ = self.sending.encode(self.state, Sources(start, weights))
-
-    def decode(self, weights: Sequence[Tensor]) -> None:
-        """Check the payloads of the others from end to end, then read all for the mean, as in a real round."""
-        codec, layout, kernels = self.receiving.codec, self.receiving.layout, self.receiving.kernels
-        payload = b"".join(bytes_of(block) for block in self.blocks)
-        for _ in range(self.replicas - 1):
-            check_payload(codec, Reader(payload), layout, kernels)
-        self.readers = [Reader(payload) for _ in range(self.replicas)]
-        self.receiving.absorb({}, self, weights)
-
-    def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
-        """The mean of all payloads for one slab."""
-        codec, kernels = self.receiving.codec, self.receiving.kernels
-        decoded = (codec.decode(reader, slab, kernels) for reader in self.readers)
-        return mean(decoded, self.replicas, out, over_senders=over_senders)
-
-    def returned(self, slab: Slab) -> tuple[()]:  # noqa: ARG002
-        """Nothing: every payload counts."""
-        return ()
-
-    @property
-    def message_bytes(self) -> int:
-        return sum(len(bytes_of(block)) for block in self.blocks)
-
-
-class Theirs:
-    """A round of the published code."""
-
-    def __init__(self, shapes: Shapes, keep: int, replicas: int, transform: str) -> None:
-        self.codec, self.replicas = Reference(keep, TRANSFORMS[transform]), replicas
-        self.stores = [torch.zeros(shape).fill_(0.0) for shape in shapes]
-        self.messages: list[tuple[Tensor, Tensor]] = []
-
-    def encode(self, start: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """From the weights before and after some local steps to one message per tensor."""
-        self.messages = [
-            self.codec.encode(store, a - b) for store, a, b in zip(self.stores, start, weights, strict=True)
-        ]
-
-    def decode(self, weights: Sequence[Tensor]) -> None:
-        """Average the messages of all replicas into the weights."""
-        for message, weight in zip(self.messages, weights, strict=True):
-            weight.copy_(self.codec.decode([message] * self.replicas, weight.shape))
-
-    @property
-    def message_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for message in self.messages for t in message)
-
-
-def tensors_of(shapes: Shapes) -> tuple[list[Tensor], list[Tensor]]:
-    """Random weights at the start of a round, and after some local steps."""
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator) * 0.02 for shape in shapes]
-    return start, [a + 1e-3 * torch.randn(a.shape, generator=generator) for a in start]
-
-
-def measure(path: Ours | Theirs, shapes: Shapes, times: int) -> Timing:
-    """The fastest of several rounds, after one round of warm-up."""
-    start, weights = tensors_of(shapes)
-    answers = [w.clone() for w in weights]
-    path.encode(start, weights)
-    path.decode(answers)
-    encode = best_of(lambda: path.encode(start, weights), times)
-    return Timing(encode, best_of(lambda: path.decode(answers), times), path.message_bytes)
-
-
-def best_of(job: Callable[[], object], times: int) -> float:
-    """The seconds of the fastest of several calls."""
-    seconds = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        job()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
-
-
-def memory_copy(values: int) -> float:
-    """The seconds of one copy of this many fp32 values in memory."""
-    source, place = torch.ones(values), torch.ones(values)
-    return best_of(lambda: place.copy_(source), 5)
-
 
 # -- memory --------------------------------------------------------------------------------------------------------
 
 
 def extra_memory(make: str, bench: CodecBench) -> float | None:
-    """Peak memory of a round beyond weights, residual and result, as a share of the parameters' bytes.
+    """Peak memory of a round beyond weights, state and result, as a share of the parameters' bytes.
 
     It is measured in a process of its own: memory that was freed earlier would be used again unseen. None if the system
     does not report it.
@@ -203,71 +79,64 @@ def _status_bytes(key: str) -> int:
 # -- the report ----------------------------------------------------------------------------------------------------
 
 
-def size_of(shapes: Shapes) -> int:
-    """The number of values in all tensors."""
-    return sum(math.prod(shape) for shape in shapes)
-
-
 def run(bench: CodecBench, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure everything; the result is one JSON object. Times are multiples of one memory copy of the parameters."""
     shapes = gpt_shapes(bench)
     size = size_of(shapes)
     refuse_beyond_memory(
-        24 * size, f"{size:,} parameters six times", "use a smaller width, layers or words", ConfigError
+        40 * size, f"{size:,} parameters ten times", "use a smaller width, layers or words", ConfigError
     )
-    loops = kernels_for(size, CPU)
-    copy = memory_copy(size)
     report: dict[str, Any] = {
-        "parameters": size,
         "threads": torch.get_num_threads(),
         "replicas": bench.replicas,
-        "loops": loops.__name__,  # type: ignore[attr-defined]
-        "copy_seconds": copy,
-        "copy_gb_per_second": 4e-9 * size / copy,
+        "keep": bench.keep,
+        "bits": bench.bits,
+        "sets": {
+            "a GPT": _measure_set(shapes, bench, lambda what: say(f"a GPT: {what}")),
+            "25 matrices": _measure_set(matrix_shapes(), bench, lambda what: say(f"25 matrices: {what}")),
+        },
     }
-
-    def ours(keep: int, bits: int, loops: Kernels = loops) -> Ours:
-        return Ours(shapes, TopK(keep=keep, bits=bits), bench.replicas, loops)
-
-    paths: dict[str, Callable[[], Ours | Theirs]] = {"overtone": lambda: ours(bench.keep, bench.bits)}
-    if loops is not in_torch:
-        paths["overtone, torch only"] = lambda: ours(bench.keep, bench.bits, in_torch)
-    for name in TRANSFORMS:
-        paths[f"reference, {name}"] = lambda name=name: Theirs(shapes, bench.keep, bench.replicas, name)  # type: ignore[misc]
-    paths["overtone, keep 512, 1 bit"] = lambda: ours(512, 1)
-    report["paths"] = {}
-    for name, make in paths.items():
-        say(name)
-        report["paths"][name] = _row(measure(make(), shapes, bench.times), size, copy)
     say("memory")
     report["extra_memory"] = {make: extra_memory(make, bench) for make in ("ours", "einsum")}
     say("many small tensors")
-    report["small_tensors"] = _small_tensors(bench, loops)
+    report["small_tensors"] = _small_tensors(bench)
     say("selection")
-    report["selection"] = _selection(bench.keep, loops)
+    report["selection"] = _selection(bench.keep, kernels_for(size, CPU))
     return report
 
 
-def _row(timing: Timing, size: int, copy: float) -> dict[str, float]:
-    return {
-        "encode_copies": timing.encode / copy,
-        "decode_copies": timing.decode / copy,
-        "round_copies": timing.round / copy,
-        "encode_gb_per_second": 4e-9 * size / timing.encode,
-        "decode_gb_per_second": 4e-9 * size / timing.decode,
-        "message_bytes": timing.message_bytes,
-        "bits_per_parameter": 8 * timing.message_bytes / size,
+def _measure_set(shapes: Shapes, bench: CodecBench, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure all paths on one set of tensors."""
+    loops = kernels_for(size_of(shapes), CPU)
+
+    def ours(loops: Kernels = loops, keep: int = bench.keep, bits: int = bench.bits, transform: str = "dct") -> Ours:
+        return Ours(shapes, TopK(keep=keep, bits=bits, transform=transform), bench.replicas, loops)
+
+    paths: dict[str, Callable[[], Ours | Theirs]] = {
+        "overtone": ours,
+        "overtone, hadamard": lambda: ours(transform="hadamard"),
+        "overtone, keep 512, 1 bit": lambda: ours(keep=512, bits=1),
     }
+    if loops is not in_torch:
+        paths["overtone, torch only"] = lambda: ours(in_torch)
+    for name in TRANSFORMS:
+        paths[f"reference, {name}"] = lambda name=name: Theirs(shapes, bench.keep, bench.replicas, name)  # type: ignore[misc]
+    rows = {}
+    for name, make in paths.items():
+        say(name)
+        rows[name] = measure(make(), shapes, bench.times).row()
+    return {"parameters": size_of(shapes), "tensors": len(shapes), "loops": loops.__name__, "paths": rows}  # type: ignore[attr-defined]
 
 
-def _small_tensors(bench: CodecBench, loops: Kernels) -> dict[str, float]:
+def _small_tensors(bench: CodecBench) -> dict[str, float]:
     """The time of 400 small tensors, divided by the time of one matrix with as many values."""
     codec = TopK(keep=bench.keep, bits=bench.bits)
     found = {}
     for side in (64, 128, 256):
         many = [(side, side)] * 400
         one = [(20 * side, 20 * side)]
-        times = [measure(Ours(s, codec, bench.replicas, loops), s, 5 * bench.times).round for s in (many, one)]
+        loops = kernels_for(size_of(gpt_shapes(bench)), CPU)  # those of the tables
+        times = [min(measure(Ours(s, codec, bench.replicas, loops), s, 3 * bench.times).round) for s in (many, one)]
         found[f"{side}x{side}"] = times[0] / times[1]
     return found
 
@@ -282,32 +151,22 @@ def _selection(keep: int, loops: Kernels) -> dict[str, float]:
             "numpy.argpartition": lambda k=k: np.argpartition(coeffs.abs().numpy(), 4096 - k, axis=1),  # type: ignore[misc]
             "overtone": lambda k=k: loops.select(coeffs, k),  # type: ignore[misc]
         }
-        seconds = {name: best_of(way, 20) for name, way in ways.items()}
+        seconds = {name: min(seconds_of(way, 20)) for name, way in ways.items()}
         found |= {f"{name}, {k} of 4096": t / seconds["torch.topk"] for name, t in seconds.items()}
     return found
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The result as a page of Markdown."""
-    copy = f"{report['copy_gb_per_second']:.2f} GB/s, {report['copy_seconds'] * 1e3:.0f} ms"
     threads = "one thread" if report["threads"] == 1 else f"{report['threads']} threads"
     lines = [
-        f"{report['parameters'] / 1e6:.1f} M parameters, {report['replicas']} payloads, {threads}, loops: "
-        f"{report['loops']}. One memory copy of the parameters: {copy}.",
-        "",
-        "| path | encode, GB/s | decode, GB/s | round, copies | against reference | message | bits per parameter |",
-        "|---|---|---|---|---|---|---|",
+        f"{report['replicas']} payloads, {threads}, {report['keep']} of 4096 coefficients at {report['bits']} bits. "
+        "Rounds and memory copies of the parameters take turns. Times are in memory copies: the fastest round over the "
+        "fastest copy, and the median round over the median copy. GB/s are of medians.",
     ]
-    reference = report["paths"]["reference, einsum"]["round_copies"]
-    for name, row in report["paths"].items():
-        lines.append(
-            f"| {name} | {row['encode_gb_per_second']:.2f} | {row['decode_gb_per_second']:.2f} | "
-            f"{row['round_copies']:.1f} | {reference / row['round_copies']:.1f}x | {row['message_bytes']} | "
-            f"{row['bits_per_parameter']:.3f} |"
-        )
-    first = report["paths"]["overtone"]["round_copies"]
-    wide = report["paths"]["overtone, keep 512, 1 bit"]["round_copies"]
-    lines += ["", f"Keep 512 at 1 bit takes {wide / first:.2f}x the time of the first row."]
+    for name, found in report["sets"].items():
+        lines += ["", f"## {name}", "", *_table(found)]
+    lines += [""]
     for make, share in report["extra_memory"].items():
         told = "not measured on this system" if share is None else f"{100 * share:.1f} % of the parameters' bytes"
         lines.append(f"Peak extra memory, {'overtone' if make == 'ours' else 'reference'}: {told}.")
@@ -316,3 +175,25 @@ def markdown(report: dict[str, Any]) -> str:
     lines += ["", "| selection | time over torch.topk |", "|---|---|"]
     lines += [f"| {name} | {ratio:.2f} |" for name, ratio in report["selection"].items()]
     return "\n".join(lines)
+
+
+def _table(found: dict[str, Any]) -> list[str]:
+    """The rows of one set of tensors."""
+    paths = found["paths"]
+    first, reference = paths["overtone"], paths["reference, einsum"]
+    lines = [
+        f"{found['parameters'] / 1e6:.1f} M parameters in {found['tensors']} tensors, {first['rounds']} rounds of each "
+        f"path, loops: {found['loops']}. A memory copy runs at {first['copy_gb_per_second']:.1f} GB/s.",
+        "",
+        "| path | round, copies: best | median | against reference: best | median | encode, GB/s | decode, GB/s "
+        "| message | bits per parameter |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in paths.items():
+        best, usual = (reference[key] / row[key] for key in ("round_copies_best", "round_copies_median"))
+        lines.append(
+            f"| {name} | {row['round_copies_best']:.1f} | {row['round_copies_median']:.1f} | {best:.1f}x | "
+            f"{usual:.1f}x | {row['encode_gb_per_second']:.2f} | {row['decode_gb_per_second']:.2f} | "
+            f"{row['message_bytes']} | {row['bits_per_parameter']:.3f} |"
+        )
+    return lines

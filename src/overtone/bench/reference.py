@@ -1,4 +1,4 @@
-"""The codec of the published code, transcribed plainly. `bench.codec` measures overtone's codec against it.
+"""The round of the published code, transcribed plainly. `bench.codec` measures overtone's rounds against it.
 
 Each tensor is cut into chunks whose sides are the largest divisors up to 64. A DCT of each chunk, `topk` of the
 magnitudes, and a message of 64-bit positions and fp32 values follow. A scatter averages each coefficient over its
@@ -17,7 +17,7 @@ import scipy.fft
 import torch
 from torch import Tensor
 
-from overtone.coding import dct
+from overtone.coding import transforms
 
 Cut = tuple[int, int, int, int]  # rows of chunks, columns of chunks, height, width
 Transform = Callable[[Tensor, bool], Tensor]  # (down, across, h, w); True is the inverse
@@ -32,7 +32,7 @@ def cut_of(shape: Sequence[int], most: int = 64) -> Cut:
 
 def by_einsum(chunks: Tensor, back: bool) -> Tensor:
     """The DCT as a product with the cosine basis, as published."""
-    bases = [dct.cached_basis(dct.cosine_basis, n, chunks.device) for n in chunks.shape[-2:]]
+    bases = [transforms.cached_basis(transforms.cosine_basis, n, chunks.device) for n in chunks.shape[-2:]]
     rows, cols = (basis.T if back else basis for basis in bases)
     return torch.einsum("yxhw,fh,gw->yxfg", chunks, rows, cols)
 
@@ -106,6 +106,12 @@ class Reference:
         coeffs.scatter_reduce_(-1, index, values, reduce="mean", include_self=False)
         chunks = self.transform(coeffs.view(down, across, h, w), True)
         return chunks.transpose(1, 2).reshape(tuple(shape))
+
+
+def outer_step(anchor: Tensor, store: Tensor, drift: Tensor, mean: Tensor, lr: float = 0.7, decay: float = 0.9) -> None:
+    """M ← M + u;  Θ ← Θ − η·(G + d·M), in the domain of the weights, as published. The store is M."""
+    store.add_(mean)
+    anchor.sub_(lr * (drift + decay * store))
 
 
 def _chunks(tensor: Tensor, cut: Cut) -> Tensor:

@@ -149,7 +149,12 @@ def pack_positions(index: Tensor, area: int) -> bytes:
 
 def unpack_positions(reader: Reader, shape: tuple[int, int], area: int, what: str) -> Tensor:
     """Read (c, k) ascending positions. All are below ``area``."""
-    width, low_bytes, high_bytes = open_positions(reader, shape, area, what)
+    return decode_positions(open_positions(reader, shape, area, what), shape, area, what)
+
+
+def decode_positions(coded: tuple[int, bytes, bytes], shape: tuple[int, int], area: int, what: str) -> Tensor:
+    """(c, k) positions from what `open_positions` has read."""
+    width, low_bytes, high_bytes = coded
     c, k = shape
     low = Reader(low_bytes).fields(c * k, width, what)
     ends = unpack_flags(Reader(high_bytes).tensor(len(high_bytes), torch.uint8, what), len(high_bytes) * 8).nonzero()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from overtone.coding import dct
 from overtone.coding.chunks import Patch, Slab, matrix_shape, slabs_of
+from overtone.coding.kernels import Kernels, in_torch
+from overtone.coding.transforms import Transform
 
 
 def part_of(flat: Tensor, slab: Slab) -> Tensor:
@@ -27,14 +30,51 @@ def inner_part(values: Tensor, slab: Slab, piece: Slab) -> Tensor:
     return values.view(-1)[first : first + piece.size].view(piece.chunks, piece.area)
 
 
+@dataclass(frozen=True)
+class SlabSignal:
+    """The signal of one slab in the domain of the weights.
+
+    It is transformed only when a rule asks for its coefficients, and directly into the rule's own tensor.
+    """
+
+    values: Tensor  # (chunks, area)
+    shape: tuple[int, int, int]  # (chunks, h, w)
+    transform: Transform | None
+    between: Tensor  # scratch, as large as the values
+    out: Tensor  # a second scratch tensor of this size
+    kernels: Kernels = in_torch
+    squares: float | None = None  # the sum of the values' squares, if it is known already
+    scale: float = 1.0  # the loss scale: the signal is values / scale
+
+    def norm(self) -> Tensor:
+        """The norm of the signal. A transform does not change it."""
+        known = None if self.squares is None else torch.tensor(math.sqrt(self.squares), device=self.values.device)
+        return (torch.linalg.vector_norm(self.values) if known is None else known) / self.scale
+
+    def coefficients(self) -> Tensor:
+        """The coefficients, (chunks, area), in a scratch area. The next slab overwrites it."""
+        if self.transform is None and self.scale == 1.0:
+            return self.values
+        return self.into(self.out)
+
+    def into(self, out: Tensor, keep: float = 0.0) -> Tensor:
+        """out ← keep · out + coefficients."""
+        if self.transform is not None:
+            chunks, between, place = (tensor.view(self.shape) for tensor in (self.values, self.between, out))
+            self.kernels.forward(self.transform, chunks, between, place, keep=keep, scale=self.scale)
+            return out
+        values = self.values if self.scale == 1.0 else torch.div(self.values, self.scale, out=self.between)
+        return out.copy_(values) if keep == 0.0 else out.mul_(keep).add_(values)
+
+
 class Layout:
     """The map between tensors and their flat vector of coefficients. It reads and writes one slab, or all of them."""
 
     def __init__(
-        self, shapes: Sequence[Sequence[int]], *, chunk: int, plain_below: int, basis: dct.Basis | None
+        self, shapes: Sequence[Sequence[int]], *, chunk: int, plain_below: int, transform: Transform | None
     ) -> None:
         self._matrix_shapes = [matrix_shape(shape) for shape in shapes]
-        self.basis = basis
+        self.transform = transform
         self.slabs = tuple(slabs_of(shapes, chunk, plain_below))
         self.size = sum(slab.size for slab in self.slabs)
         self._scratch: dict[torch.device, Tensor] = {}
@@ -42,7 +82,7 @@ class Layout:
     @classmethod
     def flat(cls, shapes: Sequence[Sequence[int]]) -> Layout:
         """A layout without chunks: all tensors are plain, in the order given."""
-        return cls(shapes, chunk=1, plain_below=1 << 62, basis=None)
+        return cls(shapes, chunk=1, plain_below=1 << 62, transform=None)
 
     def empty(self, device: torch.device) -> Tensor:
         """A flat vector of zeros."""
@@ -76,41 +116,45 @@ class Layout:
         plus: Sequence[Tensor],
         minus: Sequence[Tensor] | None = None,
         device: torch.device | None = None,
-    ) -> dct.SlabSignal:
+        kernels: Kernels = in_torch,
+    ) -> SlabSignal:
         """The slab's part of ``plus`` (minus ``minus``), both given as `matrices`. The subtraction is done in fp32.
 
         The result lies in a scratch area, which the next slab overwrites.
         """
         device = device or plus[0].device
         values, between, out = (self.scratch(slab, i, device) for i in range(3))
+        squares: float | None = 0.0
         for bundle in slab.bundles:
             place = _place(values, slab, bundle)
-            here = _join(plus, slab, bundle, device)
-            if minus is None:
-                place.copy_(here)
+            if minus is not None and _is_direct(slab, bundle, values, plus, minus):
+                (here,), (there,) = (_rectangles(matrices, slab, bundle) for matrices in (plus, minus))
+                found = kernels.difference(here, there, place[0])
+                squares = None if squares is None else squares + found
                 continue
-            there = _join(minus, slab, bundle, device)
-            if here.dtype == there.dtype == torch.float32:
-                torch.sub(here, there, out=place)
+            squares = None
+            if minus is None:
+                place.copy_(_join(plus, slab, bundle, device))
             else:
-                # Converted to fp32 first: a difference in bf16 would lose small drifts.
-                place.copy_(here).sub_(there)
-        basis = None if slab.plain else self.basis
-        return dct.SlabSignal(values, (slab.chunks, slab.h, slab.w), basis, between, out)
+                here, there = (_join(matrices, slab, bundle, device) for matrices in (plus, minus))
+                # Converted to fp32: a difference in bf16 would lose small drifts.
+                torch.sub(here.float(), there.float(), out=place)
+        transform = None if slab.plain else self.transform
+        return SlabSignal(values, (slab.chunks, slab.h, slab.w), transform, between, out, kernels, squares)
 
-    def write_slab(self, slab: Slab, coeffs: Tensor, matrices: Sequence[Tensor]) -> None:
+    def write_slab(self, slab: Slab, coeffs: Tensor, matrices: Sequence[Tensor], kernels: Kernels = in_torch) -> None:
         """Write the slab's part of the tensors from its coefficients, rounded to the type of each tensor."""
         values = coeffs
-        if self.basis is not None and not slab.plain:
-            if all(_takes_strips(bundle, matrices, coeffs) for bundle in slab.bundles):
-                with dct.full_precision(coeffs.device):
-                    for (patch,) in slab.bundles:
-                        self._write_strips(slab, patch, coeffs, matrices[patch.tensor])
-                return
-            shape = (slab.chunks, slab.h, slab.w)
+        if self.transform is not None and not slab.plain:
             # Only areas 0 and 1: a round keeps the mean, and with it perhaps the coefficients, in area 2.
             between, values = (self.scratch(slab, i, coeffs.device) for i in range(2))
-            dct.inverse(coeffs.view(shape), self.basis, between.view(shape), values.view(shape))
+            if all(_is_direct(slab, bundle, coeffs, matrices) for bundle in slab.bundles):
+                for bundle in slab.bundles:
+                    (rectangle,) = _rectangles(matrices, slab, bundle)
+                    kernels.inverse_patch(self.transform, _place(coeffs, slab, bundle)[0], between, rectangle)
+                return
+            shape = (slab.chunks, slab.h, slab.w)
+            kernels.inverse(self.transform, coeffs.view(shape), between.view(shape), values.view(shape))
         for bundle in slab.bundles:
             rectangles, place = _rectangles(matrices, slab, bundle), _place(values, slab, bundle)
             if slab.plain:
@@ -118,16 +162,6 @@ class Layout:
             else:
                 parts = place.transpose(2, 3).reshape(len(bundle), *rectangles[0].shape).unbind(0)
             torch._foreach_copy_(rectangles, list(parts))  # one call for many small tensors
-
-    def _write_strips(self, slab: Slab, patch: Patch, coeffs: Tensor, matrix: Tensor) -> None:
-        """Write the patch directly into the matrix, one row of chunks after the other. This saves a copy."""
-        assert self.basis is not None
-        h, wide = slab.h, patch.across * slab.w
-        between = self.scratch(slab, 0, coeffs.device).view(-1)[: h * wide]
-        for i in range(patch.down):
-            first, row = patch.first + i * patch.across, patch.row + i * h
-            chunks = coeffs[first : first + patch.across].view(patch.across, h, slab.w)
-            dct.inverse_strip(chunks, self.basis, between, matrix[row : row + h, patch.col : patch.col + wide])
 
     # -- all at once -----------------------------------------------------------------------------------------------
 
@@ -169,11 +203,14 @@ def _join(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch], devic
     return joined.view(len(bundle), bundle[0].down, slab.h, bundle[0].across, slab.w).transpose(2, 3)
 
 
-def _takes_strips(bundle: Sequence[Patch], matrices: Sequence[Tensor], coeffs: Tensor) -> bool:
-    """True if the slab can be written in strips. Only on a CPU: a GPU is faster with few large products."""
-    target = matrices[bundle[0].tensor]
-    on_cpu = target.device.type == coeffs.device.type == "cpu"
-    return len(bundle) == 1 and target.dtype == torch.float32 and on_cpu
+def _is_direct(slab: Slab, bundle: Sequence[Patch], chunks: Tensor, *sides: Sequence[Tensor]) -> bool:
+    """True if chunks are read from, or written to, matrices without a copy between.
+
+    Only on a CPU: a GPU is faster with few large operations. Only for a single patch: many small ones are joined.
+    """
+    targets = [matrices[bundle[0].tensor] for matrices in sides]
+    plain = all(target.dtype == torch.float32 and target.device.type == "cpu" for target in targets)
+    return plain and chunks.device.type == "cpu" and len(bundle) == 1 and not slab.plain
 
 
 def _place(chunks: Tensor, slab: Slab, bundle: Sequence[Patch]) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from overtone.codec import Block, Codec, check_payload, mean
+from overtone.codec import Block, Codec, check_payload, mean_of_blocks
 from overtone.coding.bits import Reader, tensor_bytes
 from overtone.coding.chunks import Slab
 from overtone.exchange.consensus import Inbox, agree
@@ -105,7 +105,9 @@ class _Messages(Received):
         return buffers.average(every, [buffers.unpack(reader, every) for reader in self.readers])
 
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
-        decoded = (self.codec.decode(reader, slab, self.context.kernels) for reader in self.readers)
         # Divided by all members: a rank that was left out still owes its payload. It sends the payload again later, and
         # the payload then counts with the same weight.
-        return mean(decoded, self.members, out, over_senders=over_senders)
+        kernels = self.context.kernels
+        return mean_of_blocks(
+            self.codec, self.readers, slab, self.members, out, over_senders=over_senders, kernels=kernels
+        )

@@ -96,9 +96,8 @@ class SlabWork:
         minus = None if sources.minus is None else layout.matrices(sources.minus)
         blocks, norms = [], []
         for slab in layout.slabs:
-            signal = replace(layout.read_slab(slab, plus, minus, self.device), scale=scale)
-            # Taken before the transform, which is orthonormal and does not change a norm.
-            norms.append(torch.linalg.vector_norm(signal.values) / scale)
+            signal = replace(layout.read_slab(slab, plus, minus, self.device, self.kernels), scale=scale)
+            norms.append(signal.norm())
             coeffs = self.rule.accumulate(parts_of(state, slab), signal)
             for number in self.deal.inside(slab):
                 piece = self.deal.pieces[number].slab
@@ -118,7 +117,7 @@ class SlabWork:
             here = parts_of(state, slab)
             for piece, decoded in received.returned(slab):
                 self.rule.withdraw(parts_of(state, piece), decoded)
-            layout.write_slab(slab, self.rule.absorb(here, mean), matrices)
+            layout.write_slab(slab, self.rule.absorb(here, mean, self.kernels), matrices, self.kernels)
         for matrix, target in zip(matrices, targets, strict=True):
             # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.
             if matrix.data_ptr() != target.data_ptr():

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from overtone.codec import Block, Codec, Decoded, mean
+from overtone.codec import Block, Codec, Decoded, mean_of_blocks
 from overtone.coding.bits import Reader
 from overtone.coding.chunks import Slab
 from overtone.coding.layout import inner_part
@@ -164,12 +164,11 @@ class _Letters(Received):
         return b"".join(block.packed for block in blocks)
 
     def _average_piece(self, number: int, piece: Slab, readers: Sequence[Reader], members: int) -> Block:
-        kernels = self.context.kernels
-        decoded = (self.mine.codec.decode(reader, piece, kernels) for reader in readers)
+        codec, kernels = self.mine.codec, self.context.kernels
         # Memory of its own: the training thread may be using the layout's scratch areas at this moment.
         total = torch.empty(piece.chunks, piece.area)
         # Divided by all members, as in the gathered pattern: who is left out still owes its payload.
-        average = mean(decoded, members, total, over_senders=False)
+        average = mean_of_blocks(codec, readers, piece, members, total, over_senders=False, kernels=kernels)
         block, passed = self._codec.encode(average, piece, kernels)
         exact = average if passed.index is None else average.view(-1)[passed.index]
         self._owed[number] = replace(passed, values=(exact - passed.values) * float(members))

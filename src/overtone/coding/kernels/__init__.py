@@ -2,7 +2,8 @@
 
 `in_torch` runs on any device and needs only torch. `in_numba` is several times faster on a CPU. Every value that
 affects the bytes of a message is computed in whole numbers or in single exact operations, never in sums whose order
-matters.
+matters. Only the transform `dct` is a matrix product in torch and a fast algorithm in numba. The two agree to rounding:
+numba_transforms.py says why this is enough.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from overtone.coding.bits import Reader
 from overtone.coding.kernels import in_torch
+from overtone.coding.transforms import Transform
 from overtone.errors import MethodError
 
 NUMBA_FROM = 1 << 22  # for models of at least so many values, the faster loops are worth the time to load them
@@ -50,6 +52,42 @@ class Kernels(Protocol):
 
     def add(self, here: Tensor, index: Tensor, values: Tensor) -> None:
         """Add sparse values to chunks, in place."""
+        ...
+
+    def add_share(self, here: Tensor, block: in_torch.SparseGrid, count: int) -> None:
+        """Add the values of a block, divided by a number, to chunks."""
+        ...
+
+    def difference(self, plus: Tensor, minus: Tensor, out: Tensor) -> float:
+        """Cut the difference of two matrices into chunks. Returns the sum of their squares."""
+        ...
+
+    def forward(
+        self, transform: Transform, chunks: Tensor, between: Tensor, out: Tensor, *, keep: float, scale: float
+    ) -> None:
+        """Add the coefficients of chunks to ``out``."""
+        ...
+
+    def inverse(self, transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
+        """The values of coefficients."""
+        ...
+
+    def inverse_patch(self, transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
+        """The values of coefficients, directly in a matrix."""
+        ...
+
+    def outer_answer(
+        self,
+        anchor: Tensor,
+        momentum: Tensor | None,
+        residual: Tensor | None,
+        mean: Tensor,
+        *,
+        lr: float,
+        mu: float,
+        carry: float,
+    ) -> Tensor:
+        """Step the anchor, and return the coefficients of the next weights."""
         ...
 
     def row_hashes(self, words: Tensor, weights: Tensor) -> Tensor:

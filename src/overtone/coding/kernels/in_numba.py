@@ -1,42 +1,36 @@
 """The functions of `in_torch`, compiled for the CPU by numba: bit-identical results, several times faster.
 
-Tensors are passed as numpy views of the same memory. Loops that read untrusted bytes check every count before they
-write. The first use on a machine compiles for some seconds; numba keeps the result on disk.
+Tensors are passed as numpy views of the same memory. The loops are in numba_codec.py, numba_sums.py and
+numba_transforms.py. The first use on a machine compiles for some seconds; numba keeps the result on disk.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from overtone.coding.bits import Reader, beyond, field_bytes, miscounted, open_positions, widths
-from overtone.coding.kernels.in_torch import EXCEPTIONAL, FRACTION, PASSES, largest_step
+from overtone.coding.kernels import in_torch, numba_codec, numba_sums, numba_transforms
+from overtone.coding.kernels.in_torch import SparseGrid, largest_step
+from overtone.coding.transforms import DCT, HADAMARD, Transform, hadamard_gain
 
-F = TypeVar("F", bound=Callable[..., Any])
+SIDE = numba_transforms.SIDE
+# For each transform with compiled loops: its kind, the kind of its inverse, and the factor that makes it orthonormal.
+_COMPILED: dict[Transform, tuple[int, int, float]] = {
+    DCT: (numba_transforms.TO_COSINES, numba_transforms.FROM_COSINES, 2 / SIDE),
+    HADAMARD: (numba_transforms.TO_SUMS, numba_transforms.TO_SUMS, hadamard_gain(SIDE, SIDE)),
+}
 
-
-def compiled(function: F) -> F:
-    """Compile a function with numba."""
-    # No fastmath: it would round differently from torch.
-    try:
-        return cast(F, numba.njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # no place for the cache: the installation is read-only and there is no home directory
-        return cast(F, numba.njit(nogil=True)(function))
+_NO_PLACES, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 def select(coeffs: Tensor, k: int) -> Tensor:
     """See `in_torch.select`."""
     index = np.empty((len(coeffs), k), np.int64)
-    _select(coeffs.contiguous().view(torch.int32).numpy(), k, index)
+    numba_codec.select(coeffs.contiguous().view(torch.int32).numpy(), k, index)
     return torch.from_numpy(index)
 
 
@@ -45,13 +39,13 @@ def pack_positions(index: Tensor, area: int) -> bytes:
     c, k = index.shape
     tried = widths(area, k)
     costs = np.empty(5, np.int64)
-    _rice_costs(index.numpy(), tried[0], costs)
+    numba_codec.rice_costs(index.numpy(), tried[0], costs)
     # `argmin` returns the first of equal costs: the smaller width, as in bits.py.
     best = int((costs[: len(tried)] + np.array(tried) * (c * k)).argmin())
     width = tried[best]
     low = np.zeros(field_bytes(c * k, width), np.uint8)
     high = np.zeros(field_bytes(int(costs[best]) + c * k, 1), np.uint8)
-    _rice_pack(index.numpy(), width, low, high)
+    numba_codec.rice_pack(index.numpy(), width, low, high)
     return b"".join((bytes([width]), low.tobytes(), len(high).to_bytes(4, "little"), high.tobytes()))
 
 
@@ -59,14 +53,21 @@ def unpack_positions(reader: Reader, shape: tuple[int, int], area: int, what: st
     """See `bits.unpack_positions`."""
     width, low, high = open_positions(reader, shape, area, what)
     index = np.empty(shape, np.int64)
-    # Padded: the loop reads whole 64-bit words of `high`, and windows of four bytes of `low`.
-    words = np.frombuffer(high + bytes(-len(high) % 8), np.uint64)
-    found = _rice_unpack(np.frombuffer(low + bytes(4), np.uint8), words, width, area, index)
+    _verify(numba_codec.rice_unpack(*_padded(low, high), width, area, index), index.size, area, what)
+    return torch.from_numpy(index)
+
+
+def _padded(low: bytes, high: bytes) -> tuple[Any, Any]:
+    """The parts of a Rice code as arrays. Loops read windows of four bytes of ``low``, and whole words of ``high``."""
+    return np.frombuffer(low + bytes(4), np.uint8), np.frombuffer(high + bytes(-len(high) % 8), np.uint64)
+
+
+def _verify(found: int, due: int, area: int, what: str) -> None:
+    """Refuse positions by what the loop that read them returned."""
     if found == -2:
         raise beyond(what, area)
-    if found != index.size:
-        raise miscounted(what, index.size)
-    return torch.from_numpy(index)
+    if found != due:
+        raise miscounted(what, due)
 
 
 def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +76,7 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     steps = np.empty(c, np.float32)
     codes = np.empty((c, k), np.uint8)
     far = np.empty((c, k), np.bool_)
-    any_far = _quantize(values.numpy(), bits, largest_step(bits, torch.bfloat16), steps, codes, far)
+    any_far = numba_codec.quantize(values.numpy(), bits, largest_step(bits, torch.bfloat16), steps, codes, far)
     where = torch.from_numpy(far).view(-1).nonzero().view(-1) if any_far else torch.empty(0, dtype=torch.int64)
     return torch.from_numpy(steps).to(torch.bfloat16), torch.from_numpy(codes), where
 
@@ -83,318 +84,118 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 def pack_codes(codes: Tensor, bits: int) -> bytes:
     """See `bits.pack_codes`."""
     packed = np.zeros(field_bytes(codes.numel(), bits), np.uint8)
-    _pack_codes(codes.view(-1).numpy(), bits, packed)
+    numba_codec.pack_codes(codes.view(-1).numpy(), bits, packed)
     return packed.tobytes()
 
 
 def unpack_grid(packed: bytes, step: Tensor, k: int, bits: int) -> Tensor:
     """See `in_torch.unpack_grid`."""
     values = np.empty((len(step), k), np.float32)
-    _unpack_grid(np.frombuffer(packed, np.uint8), step.float().numpy(), bits, values)
+    numba_codec.unpack_grid(np.frombuffer(packed, np.uint8), step.float().numpy(), bits, values)
     return torch.from_numpy(values)
 
 
 def add(here: Tensor, index: Tensor, values: Tensor) -> None:
     """See `in_torch.add`."""
-    _add(here.numpy(), index.numpy(), values.contiguous().numpy())
+    numba_sums.add(here.numpy(), index.numpy(), values.contiguous().numpy())
+
+
+def add_share(here: Tensor, block: SparseGrid, count: int) -> None:
+    """See `in_torch.add_share`. One pass over the bits of the block, without an array of positions or values."""
+    width, low, high = block.positions
+    far, exact = (_NO_PLACES, _NO_VALUES) if block.exceptions is None else (part.numpy() for part in block.exceptions)
+    codes = np.frombuffer(block.codes, np.uint8)
+    grid = codes, block.bits, block.step.numpy(), far, exact, np.float32(count)
+    found = numba_codec.rice_add(*_padded(low, high), width, block.k, grid, here.numpy())
+    _verify(found, len(here) * block.k, here.shape[1], block.what)
 
 
 def row_hashes(words: Tensor, weights: Tensor) -> Tensor:
     """See `in_torch.row_hashes`."""
     hashes = np.empty(len(words), np.int64)
-    _row_hashes(words.numpy().view(np.uint64), weights.numpy().view(np.uint64), hashes.view(np.uint64))
+    numba_sums.row_hashes(words.numpy().view(np.uint64), weights.numpy().view(np.uint64), hashes.view(np.uint64))
     return torch.from_numpy(hashes)
 
 
-# -- compiled loops ------------------------------------------------------------------------------------------------
+# -- transforms ----------------------------------------------------------------------------------------------------
 
 
-@compiled
-def _count(strength: Any, threshold: int) -> int:
-    """The number of values at or above the threshold."""
-    # A 32-bit counter: with it, the compiler can use vector instructions.
-    threshold32 = np.int32(threshold)
-    n = np.uint32(0)
-    for i in range(strength.size):
-        n = np.uint32(n + np.uint32(strength[i] >= threshold32))
-    return int(n)
+def forward(transform: Transform, chunks: Tensor, between: Tensor, out: Tensor, *, keep: float, scale: float) -> None:
+    """See `in_torch.forward`."""
+    if transform not in _COMPILED or not _usual(chunks, out):
+        in_torch.forward(transform, chunks, between, out, keep=keep, scale=scale)
+        return
+    kind, _, gain = _COMPILED[transform]
+    numbers = np.float32(keep), np.float32(gain / scale)
+    numba_transforms.transform_chunks(kind, _flat(chunks), _scratch(), _flat(out), *numbers)
 
 
-@compiled
-def _select(rows: Any, k: int, index: Any) -> None:
-    """The k strongest of each row. Magnitudes are compared by their bits, which sort as whole numbers.
+def inverse(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
+    """See `in_torch.inverse`."""
+    if transform not in _COMPILED or not _usual(coeffs, out):
+        in_torch.inverse(transform, coeffs, between, out)
+        return
+    _, kind, gain = _COMPILED[transform]
+    numba_transforms.transform_chunks(kind, _flat(coeffs), _scratch(), _flat(out), np.float32(0.0), np.float32(gain))
 
-    A row is folded into 8 k columns or more. At first, only the strongest value of each column counts. A threshold that
-    k columns reach is reached by at least k values, and by not many more. Then only these few candidates are tested.
+
+def inverse_patch(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
+    """See `in_torch.inverse_patch`."""
+    if transform not in _COMPILED or not _usual(coeffs):
+        in_torch.inverse_patch(transform, coeffs, between, out)
+        return
+    _, kind, gain = _COMPILED[transform]
+    across, factor = coeffs.shape[1], np.float32(gain)
+    numba_transforms.inverse_patch(kind, _flat(coeffs), _scratch(), *_span(out), across, factor)
+
+
+def difference(plus: Tensor, minus: Tensor, out: Tensor) -> float:
+    """See `in_torch.difference`."""
+    return numba_sums.difference(*_span(plus), *_span(minus), out.numpy())
+
+
+def _usual(*chunks: Tensor) -> bool:
+    """True for chunks of 64 × 64 without gaps between them."""
+    return all(some.shape[-2:] == (SIDE, SIDE) and some.is_contiguous() for some in chunks)
+
+
+def _flat(tensor: Tensor) -> Any:
+    return tensor.view(-1).numpy()
+
+
+def _scratch() -> Any:
+    """Memory for a chunk with wide rows. From torch, which aligns it: vectors across two cache lines are slow."""
+    return torch.empty(SIDE * numba_transforms.WIDE).numpy()
+
+
+def _span(rows: Tensor) -> tuple[Any, int]:
+    """All memory from the first to the last value of a part of a matrix, and the distance of two rows.
+
+    Loops over it are faster than over a numpy array with two strides: the compiler then knows that rows have no gaps.
     """
-    c, a = rows.shape
-    columns = 64
-    while columns < 8 * k:
-        columns *= 2
-    if a % columns or columns == a:
-        columns = a  # no folding: each value is a column
-    strength = np.empty(a, np.int32)
-    candidates = np.empty(a + 1, np.int64)
-    tops = np.empty(columns, np.int32)
-    hot = np.empty(columns + 1, np.int64)
-    magnitude = np.int32(0x7FFFFFFF)
-    guess = np.int64(0)  # the threshold of the last row is a good guess for the next
-    for r in range(c):
-        row = rows[r]
-        for j in range(columns):
-            tops[j] = row[j] & magnitude
-        for start in range(columns, a, columns):
-            part = row[start : start + columns]
-            for j in range(columns):
-                value = np.int32(part[j] & magnitude)
-                tops[j] = value if value > tops[j] else tops[j]
-        guess, ties = _threshold(tops, k, guess)
-        least = np.int32(guess)
-        # Always write, and count only if it was a hit: faster than a branch that is hard to predict.
-        n_hot = 0
-        for j in range(columns):
-            hot[n_hot] = j
-            n_hot += tops[j] >= least
-        # Row by row of the folded columns, so that the candidates are in ascending order.
-        found = 0
-        for start in range(0, a, columns):
-            for j in range(n_hot):
-                i = start + hot[j]
-                candidates[found] = i
-                strength[found] = row[i] & magnitude
-                found += strength[found] >= least
-        threshold = np.int64(least)
-        if found > k:
-            threshold, ties = _threshold(strength[:found], k, threshold)
-        n = 0
-        for j in range(found):
-            i = candidates[j]
-            value = strength[j]
-            if value > threshold or (value == threshold and ties > 0):
-                index[r, n] = i
-                n += 1
-                ties -= value == threshold
+    stride = rows.stride(0)
+    return rows.as_strided(((len(rows) - 1) * stride + rows.shape[1],), (1,)).numpy(), stride
 
 
-@compiled
-def _threshold(strength: Any, k: int, guess: int) -> Any:
-    """A threshold, and the number of values equal to it that are kept. Together with all larger values they are k.
-
-    It is found by bisection from a guess, which is rarely far away. Any threshold that exactly k values reach is good.
-    """
-    top = np.int32(0)
-    for i in range(strength.size):
-        top = strength[i] if strength[i] > top else top
-    low, high = np.int64(0), np.int64(top) + 1  # more than k reach low, fewer than k reach high
-    n_high = 0
-    stride = np.int64(1) << 19  # the first steps away from the guess, doubled each time, until k is enclosed
-    threshold = guess if low < guess < high else (low + high) >> 1
-    while high - low > 1:
-        n = _count(strength, threshold)
-        if n == k:
-            return threshold, strength.size  # room for all ties: exactly k values reach it
-        if n > k:
-            low = threshold
-            guess = threshold + stride
-        else:
-            high = threshold
-            n_high = n
-            guess = threshold - stride
-        stride <<= 1
-        threshold = guess if low < guess < high and (low == 0 or high > top) else (low + high) >> 1
-    return low, k - n_high
+# -- the outer step ------------------------------------------------------------------------------------------------
 
 
-@compiled
-def _rice_costs(index: Any, width: int, costs: Any) -> None:
-    """Σ gap >> w for five widths w, from the given one up."""
-    c, k = index.shape
-    n0, n1, n2, n3, n4 = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-    for r in range(c):
-        last = np.int64(-1)
-        for i in range(k):
-            gap = (index[r, i] - last - 1) >> width
-            last = index[r, i]
-            n0 += gap
-            n1 += gap >> 1
-            n2 += gap >> 2
-            n3 += gap >> 3
-            n4 += gap >> 4
-    costs[0], costs[1], costs[2], costs[3], costs[4] = n0, n1, n2, n3, n4
-
-
-@compiled
-def _rice_pack(index: Any, width: int, low: Any, high: Any) -> None:
-    """Write the low bits of the gaps into ``low``, and the ones of their unary parts into ``high``."""
-    c, k = index.shape
-    mask = np.uint64((1 << width) - 1)
-    held, n_held, at, end = np.uint64(0), np.uint64(0), 0, np.int64(-1)
-    for r in range(c):
-        last = np.int64(-1)
-        for i in range(k):
-            gap = np.uint64(index[r, i] - last - 1)
-            last = index[r, i]
-            held |= (gap & mask) << n_held
-            n_held += np.uint64(width)
-            while n_held >= np.uint64(8):
-                low[at] = np.uint8(held & np.uint64(255))
-                at += 1
-                held >>= np.uint64(8)
-                n_held -= np.uint64(8)
-            end += np.int64(gap >> np.uint64(width)) + 1
-            high[end >> 3] |= np.uint8(1 << (end & 7))
-    if n_held:
-        low[at] = np.uint8(held)
-
-
-@intrinsic
-def _trailing_zeros(typing_context: Any, word: Any) -> Any:  # noqa: ARG001
-    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.uint64(types.uint64), build
-
-
-@compiled
-def _rice_unpack(low: Any, high: Any, width: int, area: int, index: Any) -> int:
-    """Read positions into ``index``, and return their number.
-
-    It is smaller than expected if ``high`` has too few ones, −1 if ``high`` has too many, and −2 if a position is
-    beyond the area. ``low`` ends with four spare bytes; ``high`` consists of 64-bit words.
-    """
-    # All numbers are unsigned: for a signed index, numba would test each time if it counts from the end.
-    c, k = index.shape
-    wide = np.uint64(width)
-    mask = (np.uint64(1) << wide) - np.uint64(1)
-    word, at, base, bit, n = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0), 0
-    before = np.uint64(0)  # the bit after the last one
-    words = np.uint64(high.size)
-    limit = np.uint64(area)
-    for r in range(c):
-        position = np.uint64(0)  # the place after the last position
-        for i in range(k):
-            while word == np.uint64(0):
-                if at == words:
-                    return n
-                word = high[at]
-                base = at << np.uint64(6)
-                at += np.uint64(1)
-            one = base + _trailing_zeros(word)
-            word &= word - np.uint64(1)  # clears the lowest one
-            b = bit >> np.uint64(3)
-            window = (
-                np.uint64(low[b])
-                | np.uint64(low[b + np.uint64(1)]) << np.uint64(8)
-                | np.uint64(low[b + np.uint64(2)]) << np.uint64(16)
-                | np.uint64(low[b + np.uint64(3)]) << np.uint64(24)
-            )
-            position += ((one - before) << wide) + ((window >> (bit & np.uint64(7))) & mask)
-            if position >= limit:  # tested for each position: untrusted bytes must not lead beyond the chunk
-                return -2
-            index[r, i] = position
-            position += np.uint64(1)
-            before = one + np.uint64(1)
-            bit += wide
-            n += 1
-    # All positions are read. Any one that is left means that the message is corrupt.
-    if word != np.uint64(0):
-        return -1
-    while at < words:
-        if high[at] != np.uint64(0):
-            return -1
-        at += np.uint64(1)
-    return n
-
-
-@compiled
-def _quantize(values: Any, bits: int, most: float, steps: Any, codes: Any, far: Any) -> bool:
-    """Fill steps, codes and the mask of exceptions, as `in_torch.quantize` does. True if there is any exception."""
-    c, k = values.shape
-    half = 1 << (bits - 1)
-    reach = EXCEPTIONAL * max(1.0, half / 2)
-    whole = np.empty(k, np.float64)
-    level = np.zeros(k, np.float64)
-    any_far = False
-    for r in range(c):
-        top = 0.0
-        for i in range(k):
-            top = max(top, abs(np.float64(values[r, i])))
-        # Magnitudes become whole numbers below 2**24, so that their sums are exact and no order matters.
-        scale = math.ldexp(1.0, FRACTION - math.frexp(top)[1])
-        total = 0.0
-        for i in range(k):
-            whole[i] = math.floor(abs(np.float64(values[r, i])) * scale)
-            total += whole[i]
-        largest, kept_total, kept = 0.0, 0.0, 0
-        for i in range(k):
-            far[r, i] = whole[i] * k > reach * total
-            if far[r, i]:
-                any_far = True
-                whole[i] = 0.0
-            else:
-                kept += 1
-                kept_total += whole[i]
-                largest = max(largest, whole[i])
-        if half == 1:
-            step = 2.0 * kept_total / max(kept, 1)
-        else:
-            step = largest / (half - 0.5)
-            for _ in range(PASSES):
-                divisor = step if step != 0.0 else 1.0
-                products, squares = 0.0, 0.0
-                for i in range(k):
-                    level[i] = min(math.floor(whole[i] / divisor), half - 1)
-                    odd = 0.0 if far[r, i] else 2.0 * level[i] + 1.0
-                    products += whole[i] * odd
-                    squares += odd * odd
-                step = 2.0 * products / max(squares, 1.0)
-        steps[r] = np.float32(min(step / scale, most))
-        for i in range(k):
-            n = int(level[i])
-            codes[r, i] = np.uint8(half - 1 - n if values[r, i] < 0 else half + n)
-    return any_far
-
-
-@compiled
-def _pack_codes(codes: Any, bits: int, packed: Any) -> None:
-    each = 8 // bits
-    whole = codes.size // each
-    for b in range(whole):
-        byte = 0
-        for i in range(each):
-            byte |= codes[b * each + i] << (bits * i)
-        packed[b] = np.uint8(byte)
-    for i in range(whole * each, codes.size):
-        packed[whole] |= np.uint8(codes[i] << (bits * (i - whole * each)))
-
-
-@compiled
-def _unpack_grid(packed: Any, step: Any, bits: int, values: Any) -> None:
-    c, k = values.shape
-    mask = (1 << bits) - 1
-    middle = np.float32((1 << (bits - 1)) - 0.5)
-    for r in range(c):
-        here = step[r]
-        for i in range(k):
-            at = (r * k + i) * bits
-            code = (packed[at >> 3] >> (at & 7)) & mask
-            values[r, i] = (np.float32(code) - middle) * here
-
-
-@compiled
-def _add(here: Any, index: Any, values: Any) -> None:
-    for r in range(index.shape[0]):
-        row = here[r]
-        for i in range(index.shape[1]):
-            row[np.uint64(index[r, i])] += values[r, i]
-
-
-@compiled
-def _row_hashes(words: Any, weights: Any, hashes: Any) -> None:
-    # Unsigned words wrap modulo 2**64, with the same bits as torch's signed ones.
-    for r in range(words.shape[0]):
-        row = words[r]
-        total = np.uint64(0)
-        for i in range(row.size):
-            total += (row[i] ^ (row[i] >> np.uint64(32))) * weights[i]
-        hashes[r] = total
+def outer_answer(
+    anchor: Tensor,
+    momentum: Tensor | None,
+    residual: Tensor | None,
+    mean: Tensor,
+    *,
+    lr: float,
+    mu: float,
+    carry: float,
+) -> Tensor:
+    """See `in_torch.outer_answer`."""
+    if momentum is None:
+        return in_torch.outer_answer(anchor, momentum, residual, mean, lr=lr, mu=mu, carry=carry)
+    numbers = np.array([lr, mu, carry], np.float32)
+    if residual is None or carry == 0.0:
+        numba_sums.nesterov(_flat(anchor), _flat(momentum), _flat(mean), numbers)
+        return anchor
+    numba_sums.nesterov_carried(_flat(anchor), _flat(momentum), _flat(mean), _flat(residual), numbers)
+    return mean

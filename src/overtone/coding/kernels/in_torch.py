@@ -5,14 +5,30 @@ Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 # Packing is the same on any device, so the functions of bits.py serve as they are.
-from overtone.coding.bits import bytes_tensor, pack_codes, pack_positions, unpack_fields, unpack_positions
+from overtone.coding.bits import (
+    bytes_tensor,
+    decode_positions,
+    pack_codes,
+    pack_positions,
+    unpack_fields,
+    unpack_positions,
+)
+from overtone.coding.transforms import Transform, full_precision
 
 __all__ = [
     "add",
+    "add_share",
+    "difference",
+    "forward",
+    "inverse",
+    "inverse_patch",
+    "outer_answer",
     "pack_codes",
     "pack_positions",
     "quantize",
@@ -106,6 +122,105 @@ def add(here: Tensor, index: Tensor, values: Tensor) -> None:
     """here[chunk, index] += values, in place. Positions are unique within a chunk."""
     index, values = index.to(here.device), values.to(here.device)
     here.scatter_(1, index, here.gather(1, index) + values)
+
+
+@dataclass(frozen=True)
+class SparseGrid:
+    """A block of Rice-coded positions and of codes on a grid, as it was received: c chunks, k values in each."""
+
+    positions: tuple[int, bytes, bytes]  # see `bits.open_positions`
+    k: int
+    what: str  # names the positions in an error
+    step: Tensor  # (c,) fp32
+    codes: bytes
+    bits: int
+    exceptions: tuple[Tensor, Tensor] | None  # ascending places among the c · k values, and fp32 values
+
+
+def add_share(here: Tensor, block: SparseGrid, count: int) -> None:
+    """here += values / count, (c, a) in place. Raises `WireError` if a position is invalid.
+
+    Each value is divided by itself, before it is added. ``here`` may then have changed in part.
+    """
+    c, area = here.shape
+    index = decode_positions(block.positions, (c, block.k), area, block.what)
+    values = unpack_grid(block.codes, block.step, block.k, block.bits)
+    if block.exceptions is not None:
+        far, exact = block.exceptions
+        values.view(-1)[far] = exact
+    # The divisor is a tensor: on GPUs, torch turns the division by a Python number into a product with its reciprocal.
+    add(here, index, values / torch.tensor(float(count)))
+
+
+# -- transforms ----------------------------------------------------------------------------------------------------
+
+
+def difference(plus: Tensor, minus: Tensor, out: Tensor) -> float:
+    """Cut plus − minus, both (down · h, across · w) in fp32, into chunks ``out`` (down, across, h, w).
+
+    Returns the sum of their squares, to rounding: it is for reports, and nothing else depends on it.
+    """
+    down, across, h, w = out.shape
+    torch.sub(*(matrix.view(down, h, across, w).transpose(1, 2) for matrix in (plus, minus)), out=out)
+    return float(torch.linalg.vector_norm(out)) ** 2
+
+
+def forward(transform: Transform, chunks: Tensor, between: Tensor, out: Tensor, *, keep: float, scale: float) -> None:
+    """out ← keep · out + coefficients / scale, all (c, h, w). ``between`` is scratch; ``chunks`` stay as they are."""
+    transform.forward(chunks, between, out, keep=keep, scale=scale)
+
+
+def inverse(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
+    """The values of (c, h, w) coefficients. ``between`` is scratch."""
+    transform.inverse(coeffs, between, out)
+
+
+def inverse_patch(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
+    """Write the values of (down, across, h, w) coefficients directly into their part of a matrix.
+
+    ``out`` is (down · h, across · w) in fp32. One row of chunks is written after the other, which saves a copy.
+    """
+    with full_precision(coeffs.device):
+        for chunks, strip in zip(coeffs, out.split(coeffs.shape[2]), strict=True):
+            transform.inverse_strip(chunks, between, strip)
+
+
+# -- the outer step ------------------------------------------------------------------------------------------------
+
+
+def outer_step(anchor: Tensor, momentum: Tensor | None, mean: Tensor, *, lr: float, mu: float) -> None:
+    """M ← μ·M + u;  Θ ← Θ − η·(u + μ·M), in place. Nesterov as in ``torch.optim.SGD``: tests/test_equivalence.py.
+
+    It is written as single elementwise operations. With ``alpha=`` or a fused multiply-add, other devices would round
+    differently.
+    """
+    if momentum is None:
+        anchor.sub_(mean.mul(lr))
+        return
+    momentum.mul_(mu).add_(mean)
+    anchor.sub_(momentum.mul(mu).add_(mean).mul_(lr))
+
+
+def carried(anchor: Tensor, residual: Tensor | None, carry: float) -> Tensor:
+    """Θ − λ·E: the weights from which this replica starts the next round."""
+    if residual is None or carry == 0.0:
+        return anchor
+    return anchor.sub(residual.mul(carry))
+
+
+def outer_answer(
+    anchor: Tensor,
+    momentum: Tensor | None,
+    residual: Tensor | None,
+    mean: Tensor,
+    *,
+    lr: float,
+    mu: float,
+    carry: float,
+) -> Tensor:
+    """`outer_step`, then `carried`. The answer may lie in the memory of ``mean``, whose values are lost then."""
+    outer_step(anchor, momentum, mean, lr=lr, mu=mu)
+    return carried(anchor, residual, carry)
 
 
 # -- fingerprints --------------------------------------------------------------------------------------------------
