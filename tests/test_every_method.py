@@ -254,7 +254,9 @@ def test_accumulated_gradients(method: Method) -> None:
 @every_method
 def test_grad_scaler_skips_on_all_replicas_alike(method: Method) -> None:
     """An overflow on one replica: everybody skips that step where gradients are shared, and all go on in step."""
-    cluster = Cluster(build, replace(method, every=1, delay=min(method.delay, 1)) if method.every else method, replicas=2)
+    cluster = Cluster(
+        build, replace(method, every=1, delay=min(method.delay, 1)) if method.every else method, replicas=2
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     streams = [batches(rank) for rank in range(2)]
     scales = []
