@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "common": {"core", "exchange"},
     "tasks": {"core", "coding", "common"},
     "runs": {"core", "exchange", "coding", "world", "sim", "common", "tasks"},
-    "report": {"core", "common", "tasks", "runs"},
+    "report": {"core", "sim", "common", "tasks", "runs"},
     "cli": {"core", "exchange", "coding", "world", "sim", "common", "tasks", "runs", "report", "bench"},
     "bench": {"core", "exchange", "coding", "world", "sim", "common", "tasks", "runs"},
 }

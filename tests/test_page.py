@@ -20,8 +20,9 @@ import pytest
 
 import browser as web
 from overtone import Link
-from overtone.report import history, page, page_data, standings, table
-from overtone.runs.config import MethodChoice, Simulation, Training
+from overtone.report import comparison, history, page, page_data, standings, table
+from overtone.report.comparison import Comparison
+from overtone.runs.config import Network, Simulation, Training
 from overtone.runs.simulate import simulate
 from overtone.tasks import Language, TaskOptions
 
@@ -59,7 +60,7 @@ def run(
         "train": {"step": step, "loss": [x - 0.1 for x in loss]},
         "rounds": {
             "step": rounds, "bytes": [10 * per_step for _ in rounds], "drift": [2 / math.sqrt(s) for s in rounds],
-            "residual": [None for _ in rounds], "waiting": [0.01 for _ in rounds],
+            "residual": [None for _ in rounds], "waiting": [0.01 for _ in rounds], "hidden": [0.0 for _ in rounds],
         },
         "rounds_done": max(0, until // 10) if per_step else 0,
         "spread_of_replicas": {"step": step, "value": [0.01 * math.sqrt(s) for s in step]} if per_step else None,
@@ -90,7 +91,7 @@ def group(
             "seeds": list(range(seeds)), "loss": loss,
             "spread": 0.01 if seeds > 1 and losses else None,
             "metrics": {"top1": mine[0]["curve"]["top1"][-1]} if top1 else {},
-            "bytes": mine[0]["curve"]["bytes"][-1] if losses else None,
+            **{name: mine[0]["curve"][name][-1] if losses else None for name in ("bytes", "received")},
             **dict.fromkeys(("less_than_diloco", "less_than_ddp", "loss_vs_diloco", "gain_kept", "waiting")),
             "drift": 0.013 if per_step else 0.267, "rounds": mine[0]["rounds_done"],
             "reference": label == "diloco", "marks": list(mine[0]["marks"]),
@@ -314,6 +315,18 @@ def test_bytes_are_on_a_logarithmic_axis(visit: Callable[..., web.Visit]) -> Non
     assert level["data"][1]["x"] == max(point["x"] for one in drawn.values() for point in one["data"])
 
 
+def test_bytes_received_have_an_axis_of_their_own(visit: Callable[..., web.Visit]) -> None:
+    seen = visit()
+    choose(seen, "axes", "received")
+    assert seen.run(f"{CURVES}.scales.x.type") == "logarithmic"
+    row = next(row for row in example()["groups"][0]["rows"] if row["label"] == "decoupled")
+    assert lines(seen)["decoupled"]["data"][-1]["x"] == row["received"] == 3 * row["bytes"]
+    assert lines(seen)["alone"]["level"]
+    assert "Dashed level: alone, which receives nothing." in seen.page.locator("#curves-hint").inner_text()
+    assert "bytes received by one replica" in seen.page.locator("#curves-title").inner_text()
+    assert "after 2.97 MB received" in seen.page.locator("#curves-summary").text_content()
+
+
 def test_each_axis_shows_its_own_numbers(visit: Callable[..., web.Visit]) -> None:
     seen = visit()
     ends = {}
@@ -384,7 +397,14 @@ def test_hover_and_tap_tell_the_numbers(visit: Callable[..., web.Visit]) -> None
         seen.page.wait_for_function(f"() => {CURVES}.tooltip.opacity")
         title, said = seen.run(told)
         assert title == ["decoupled"]
-        assert [line.split("  ")[0] for line in said] == ["loss", "step", "sent", "wall-clock", "on the link"]
+        assert [line.split("  ")[0] for line in said] == [
+            "loss",
+            "step",
+            "sent",
+            "received",
+            "wall-clock",
+            "on the link",
+        ]
         assert said[2] == "sent  990 kB"
 
 
@@ -490,8 +510,8 @@ def test_every_column_sorts_both_ways_and_what_is_missing_stays_last(visit: Call
     rows = {row["label"]: row for row in example()["groups"][0]["rows"]}
     raw = {
         "loss": "loss", "loss vs DiLoCo": "loss_vs_diloco", "gain kept": "gain_kept", "bytes sent": "bytes",
-        "bytes vs DiLoCo": "less_than_diloco", "bytes vs DDP": "less_than_ddp", "drift": "drift",
-        "rounds": "rounds", "waiting": "waiting",
+        "bytes received": "received", "bytes vs DiLoCo": "less_than_diloco", "bytes vs DDP": "less_than_ddp",
+        "drift": "drift", "rounds": "rounds", "waiting": "waiting",
     }  # fmt: skip
     for name in seen.page.locator("#table thead th").all_inner_texts():
         for direction in ("ascending", "descending"):
@@ -510,6 +530,7 @@ def test_every_column_sorts_both_ways_and_what_is_missing_stays_last(visit: Call
 def test_cells_read_as_in_the_terminal(visit: Callable[..., web.Visit]) -> None:
     seen = visit()
     assert column(seen, "bytes sent")[:3] == ["0 B", "430 MB", "43.2 MB"]
+    assert column(seen, "bytes received")[:3] == ["0 B", "1.29 GB", "130 MB"]
     assert column(seen, "bytes vs DiLoCo")[:5] == ["nothing", "9.96x more", "1x", "32.7x fewer", "32.7x fewer"]
     assert column(seen, "bytes vs DDP")[6:8] == ["1,500x fewer", ""]  # decoupled, keep 8; a run that diverged
     assert column(seen, "gain kept")[2] == "98%"
@@ -557,7 +578,7 @@ def test_a_run_opens_to_charts_numbers_and_its_command(visit: Callable[..., web.
     assert run.locator("figcaption").all_inner_texts() == [
         "bytes sent per round",
         "drift of a round, norm",
-        "waiting per round",
+        "seconds of a round standing still",
         "drift between replicas",
         "training loss",
     ]  # fmt: skip; no residual: it is null throughout
@@ -566,6 +587,11 @@ def test_a_run_opens_to_charts_numbers_and_its_command(visit: Callable[..., web.
     assert "method.every" in text
     assert "method.keep" not in text  # null
     assert "versions.torch" in text
+    times = dict(
+        row.split("\t") for row in run.locator("section", has_text="Where the time went").inner_text().split("\n")[1:]
+    )
+    assert times["standing still for others, virtual time"] == "20.0%"
+    assert times["of it, inner steps"] == "90.0%"
     assert run.locator("tr", has_text="rounds").first.inner_text().split() == ["rounds", "60"]  # of which 30 are drawn
     assert run.locator("code").inner_text() == example()["groups"][0]["runs"][8]["command"]
     run.get_by_role("button", name="Copy").click()
@@ -664,7 +690,7 @@ def test_nothing_is_wider_than_the_screen(visit: Callable[..., web.Visit], tmp_p
         choose(seen, "groups", str(index))
         seen.page.locator("#runs details").last.locator("summary").click()
         seen.page.locator("#runs canvas").first.wait_for()
-        for axis in ("bytes", "steps", "wall", "link"):
+        for axis in ("bytes", "received", "steps", "wall", "link"):
             choose(seen, "axes", axis)
             assert seen.run("document.scrollingElement.scrollWidth <= innerWidth")
     for axis in ("bytes", "steps"):
@@ -685,33 +711,47 @@ def test_nothing_is_wider_than_the_screen(visit: Callable[..., web.Visit], tmp_p
 # From logs to lines
 
 
-def test_a_page_of_real_runs(visit: Callable[..., web.Visit], tmp_path: Path) -> None:
+LABELS = {  # by the entry of a comparison
+    "alone": "alone", "diloco": "diloco", "diloco:delay=2": "diloco, delay 2", "published": "published",
+    "decoupled": "decoupled", "decoupled:exchange=sharded": "decoupled, exchange sharded",
+    "decoupled:delay=3": "decoupled, delay 3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bandwidth", [1000.0, 0.02])
+def test_a_page_of_real_runs(visit: Callable[..., web.Visit], tmp_path: Path, bandwidth: float) -> None:
     """What a simulation logs is what the page draws, and its clock on the link is the simulator's."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 1000)
     task = TaskOptions(data=str(text), valid_samples=8, language=Language(width=32, layers=1, heads=2))
-    training = Training(steps=12, batch=2)
-    logs = []
-    for name in ("alone", "diloco", "decoupled", "published"):
-        choice = MethodChoice(name, every=None if name == "alone" else 4)
-        out = tmp_path / name
-        simulate(Simulation(choice=choice, replicas=3, task=task, training=training, eval_every=4, out=out))
-        logs.append(history.load(out))
-    page_data.write(tmp_path / "page.html", standings.groups(logs), title="t")
+    network = Network(bandwidth=bandwidth)
+    asked = Comparison(
+        replicas=3, task=task, training=Training(steps=13, batch=2), every=4, eval_every=1, network=network
+    )
+    logs = {}
+    for name, label in LABELS.items():
+        config = comparison.configured(asked, name, 0, tmp_path / label)
+        assert isinstance(config, Simulation)
+        simulate(config)
+        logs[label] = history.load(tmp_path / label)
+    page_data.write(tmp_path / "page.html", standings.groups(logs.values()), title="t")
     seen = visit(of=tmp_path / "page.html")
-    assert column(seen, "method") == ["alone", "diloco", "published", "published, mean", "decoupled"]
+    assert {*column(seen, "method")} == {*LABELS.values(), "published, mean"}
+    assert "bytes received" not in seen.page.locator("#table thead th").all_inner_texts()  # as many as sent
     assert seen.page.locator("tr.broken").count() == 0
     assert inked(seen, "#curves") > 2_000
     choose(seen, "axes", "link")
     drawn = lines(seen)
-    for log in logs:
-        assert log.finish is not None
-        end = drawn[log.method]["data"][-1]
-        assert end["link"] == pytest.approx(log.finish["simulated_seconds"], rel=1e-6)
-        assert end["x"] == end["link"]  # the axis is in seconds
-        assert end["value"] == pytest.approx(log.finish["metrics"]["loss"])
-    seen.page.locator("#runs details").last.locator("summary").click()
-    seen.page.locator("#runs canvas").first.wait_for()
+    for label, log in logs.items():
+        for point, event in zip(drawn[label]["data"], log.evals, strict=True):
+            assert point["link"] == pytest.approx(event["simulated_seconds"], rel=1e-6)
+            assert point["x"] * (60 if bandwidth < 1 else 1) == pytest.approx(point["link"])  # the axis' own unit
+            assert point["value"] == pytest.approx(event["metrics"]["loss"])
+    delayed = seen.page.locator("#runs details").last
+    delayed.locator("summary").click()
+    delayed.locator("canvas").first.wait_for()
+    assert "seconds of a round behind training" in delayed.locator("figcaption").all_inner_texts()
+    assert "per round, behind training, virtual time" in delayed.inner_text()
 
 
 @pytest.mark.parametrize("width", [380, 1280])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ pytest.importorskip("safetensors")
 import overtone
 from overtone.errors import NotALogError, RunLogError
 from overtone.ledger import PHASES, Count
-from overtone.report import history, standings, table
+from overtone.report import history, page_data, standings, table
 from overtone.runs import events, log
 from overtone.runs.config import MethodChoice, Run, Saving, Simulation, Training
 from overtone.runs.open_run import open_run
@@ -30,25 +31,26 @@ EVALUATION = "metrics losses? drift? metrics_average?"
 BEGINNING = (
     "format folder simulated method numbers consensus parameters steps unit units_per_step data config environment"
 )
-# Every event of format 1 with all its fields; a question mark: optional. A change needs a new number in events.FORMAT,
+# Every event of format 2 with all its fields; a question mark: optional. A change needs a new number in events.FORMAT,
 # a way to read the old number in runs/log.py, and then a change here.
-FROZEN_FORMAT = 1
+FROZEN_FORMAT = 2
 FROZEN = {
     "start": f"{STAMP} {BEGINNING}",
     "resume": f"{STAMP} {BEGINNING} from_replicas folded",
-    "train": f"{STAMP} {COST} loss lr units_per_second seconds_left waiting_share",
-    "round": f"{STAMP} index local_steps bytes_sent bytes_received seconds_encoding seconds_waiting seconds_decoding "
-    "drift_norm residual_norm anchor_fingerprint left_out",
-    "eval": f"{STAMP} {EVALUATION} {COST}",
+    "train": f"{STAMP} {COST} rounds loss lr units_per_second seconds_left waiting_share",
+    "round": f"{STAMP} index local_steps bytes_sent bytes_received seconds_encoding seconds_waiting seconds_hidden "
+    "seconds_decoding drift_norm residual_norm anchor_fingerprint left_out",
+    "eval": f"{STAMP} {EVALUATION} {COST} rounds",
     "checkpoint": f"{STAMP} seconds",
     "saved": STAMP,
     "stop": f"{STAMP} why folder",
     "fail": f"{STAMP} why",
-    "finish": f"{STAMP} {EVALUATION} {COST} rounds rounds_finish metrics_anchor? waiting_share anchor_fingerprint "
-    "bytes shares seconds_starting sample",
+    "finish": f"{STAMP} {EVALUATION} {COST} rounds rounds_finish in_flight? metrics_anchor? waiting_share "
+    "anchor_fingerprint bytes shares seconds_starting sample",
     "Environment": "overtone python versions commit platform? world hosts? command",
     "Host": "host device name threads cores",
     "PhaseCount": "sent received waiting hops",
+    "InFlight": "steps sent received hops",
 }
 
 
@@ -58,7 +60,7 @@ def keys(kind: Any) -> set[str]:
 
 def test_the_format_is_frozen() -> None:
     assert events.FORMAT == FROZEN_FORMAT
-    tables = (events.Environment, events.Host, events.PhaseCount)
+    tables = (events.Environment, events.Host, events.PhaseCount, events.InFlight)
     schema = {**events.EVENTS, **{kind.__name__: kind for kind in tables}}
     assert {name: keys(kind) for name, kind in schema.items()} == {k: set(v.split()) for k, v in FROZEN.items()}
 
@@ -182,7 +184,7 @@ def test_the_last_event_accounts_for_bytes_and_time(text: str, tmp_path: Path) -
 def opening(event: str = "start", step: int = 0, **more: Any) -> dict[str, Any]:
     environment = {"overtone": "9.9", "python": "3", "versions": {}, "commit": "", "world": 1, "command": []}
     return {
-        "event": event, "step": step, "time": 0.0, "format": 1, "folder": "runs/x", "simulated": True, "method": "ddp",
+        "event": event, "step": step, "time": 0.0, "format": 2, "folder": "runs/x", "simulated": True, "method": "ddp",
         "numbers": {"every": 1}, "consensus": True, "parameters": 1, "steps": 9, "unit": "tokens", "units_per_step": 1,
         "data": {"name": "x"}, "config": {"seed": 0, "replicas": 2, "task": "language"}, "environment": environment,
         "from_replicas": 1, "folded": False, **more,
@@ -213,7 +215,7 @@ def test_a_log_that_was_cut_reads_as_if_it_had_not_been(tmp_path: Path) -> None:
         log.read(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("number", [2, -1, "1", True, None, 1.0, [1]])
+@pytest.mark.parametrize("number", [3, -1, "1", True, None, 1.0, [1]])
 def test_a_format_that_nobody_knows_is_refused_in_words(number: Any, tmp_path: Path) -> None:
     """In the middle of a log too: a later version may have gone on with it."""
     for lines in ([opening(format=number)], [opening(), saved(3), opening("resume", 3, format=number)]):
@@ -223,7 +225,7 @@ def test_a_format_that_nobody_knows_is_refused_in_words(number: Any, tmp_path: P
                 read(run)
             words = str(refused.value)
             assert f"run.jsonl: line {len(lines)}: run log of format {number!r}; overtone " in words
-            assert "reads formats 0 and 1. Use the version of overtone that wrote it, or make the run again" in words
+            assert "reads formats 0, 1 and 2. Use the version of overtone that wrote it, or make the run again" in words
 
 
 def test_a_run_whose_log_has_another_format_is_not_resumed(text: str, tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def test_a_run_whose_log_has_another_format_is_not_resumed(text: str, tmp_path: 
     open_run(real, overtone.Solo(), resume=False).run()
     assert real.out is not None
     file = real.out / log.NAME
-    file.write_text(file.read_text().replace('"format": 1', '"format": 7'))
+    file.write_text(file.read_text().replace('"format": 2', '"format": 7'))
     before = file.read_bytes()
     with pytest.raises(RunLogError, match="run log of format 7"):
         open_run(real, overtone.Solo(), resume=True)
@@ -276,12 +278,53 @@ def test_logs_without_a_number_are_of_format_0(tmp_path: Path) -> None:
     paper = ROOT / "benchmarks" / "results" / "paper" / "kjv" / "diloco-outer_lr-0.9-momentum-0.8-seed0"
     assert "format" not in raw(paper)[0]
     run = history.load(paper)
-    assert run.start["format"] == 1
+    assert run.start["format"] == events.FORMAT
     assert run.status == "finished"
     assert table.markdown(standings.groups([run]))
     mixed = write(tmp_path / "run", *raw(paper)[:-1], opening("resume", 40))
     assert [event["event"] for event in log.read(mixed)][-1] == "resume"
     assert max(event["step"] for event in log.read(mixed)) == 40
+
+
+def test_logs_of_format_1_are_read(text: str, tmp_path: Path) -> None:
+    """They are of runs without a delay: nothing was hidden, and the number of rounds so far was not written."""
+    _, virtual = configs(text, tmp_path)
+    simulate(virtual)
+    now = history.load(tmp_path / "virtual")
+    lines = raw(tmp_path / "virtual")
+    for line in lines:
+        line.pop("seconds_hidden", None)
+        if line["event"] in ("train", "eval"):
+            del line["rounds"]
+        if line["event"] == "start":
+            line["format"] = 1
+    before = history.load(write(tmp_path / "before", *lines))
+    assert before.start["format"] == events.FORMAT
+    assert [event["seconds_hidden"] for event in before.exchanged] == [0.0, 0.0, 0.0]
+    assert all(math.isnan(event["rounds"]) for event in before.evals[:-1])
+    assert table.as_csv(standings.groups([before])) == table.as_csv(standings.groups([now]))
+    assert page_data.data(standings.groups([before]), title="")["groups"][0]["rows"]
+
+
+def test_the_round_in_flight_at_the_end_is_a_round(text: str, tmp_path: Path) -> None:
+    """Not a last message; the log has its event, and tells how far it had come. Real runs say it as simulations do."""
+    real, virtual = configs(text, tmp_path)
+    delayed = replace(real.choice, delay=3)
+    open_run(replace(real, choice=delayed), overtone.Solo(), resume=False).run()
+    simulate(replace(virtual, choice=delayed))
+    for config in (real, virtual):
+        lines = raw(config.out)
+        last, rounds = lines[-1], [line for line in lines if line["event"] == "round"]
+        check(last, events.Finish, "finish")
+        assert [line["index"] for line in rounds] == [0, 1, 2]
+        assert [line["step"] for line in rounds] == [7, 11, 12]
+        assert (last["rounds"], last["rounds_finish"]) == (3, 2)
+        assert last["in_flight"]["steps"] == 0
+        assert last["in_flight"]["sent"] == rounds[-1]["bytes_sent"]
+        assert last["bytes"]["rounds"]["sent"] == sum(line["bytes_sent"] for line in rounds)
+        assert [line["rounds"] for line in lines if line["event"] == "eval"] == [0, 1]
+        assert sum(last["shares"].values()) == pytest.approx(1.0)
+        assert all(share >= 0 for share in last["shares"].values())
 
 
 def test_an_event_that_the_format_does_not_have_is_ignored(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from rich.console import Console
 
 import overtone
 from overtone.errors import ConfigError, RunLogError
-from overtone.report import history, page_data, standings, table
+from overtone.report import comparison, history, link_time, page_data, standings, table
+from overtone.report.comparison import Comparison
 from overtone.runs import toml
-from overtone.runs.config import MethodChoice, Simulation, Training
+from overtone.runs.config import MethodChoice, Network, Simulation, Training
 from overtone.runs.simulate import simulate
 from overtone.sim.network import Link
 from overtone.tasks import Language, TaskOptions
@@ -28,7 +30,7 @@ def tell(tmp_path: Path) -> Tell:
     """A finished run by its log alone: three validations, the last of which is this loss."""
 
     def write(method: str, loss: float, sent: int = 1000, *, seed: int = 0, ended: bool = True, **more: Any) -> Any:
-        numbers, steps = more.pop("numbers", {}), more.pop("steps", 30)
+        numbers, steps, received = more.pop("numbers", {}), more.pop("steps", 30), more.pop("received", 0)
         config = Simulation(choice=MethodChoice(method, **numbers), seed=seed, replicas=more.pop("replicas", 4))
         row = config.choice.build()
         start = {
@@ -44,12 +46,15 @@ def tell(tmp_path: Path) -> Tell:
         }  # fmt: skip
         lines: list[dict[str, Any]] = [start]
         for step in (10, 20, 30):
-            so_far = {"bytes_sent": sent * step // 30, "bytes_received": 0, "hops": step, "seconds": 1.0, "units": 0}
+            so_far = {
+                "bytes_sent": sent * step // 30, "bytes_received": received * step // 30, "hops": step, "seconds": 1.0,
+                "units": 0, "rounds": step // 10,
+            }  # fmt: skip
             shown = 9 - step * (9 - loss) / 30
             speed = {"lr": 0.1, "units_per_second": 1.0, "seconds_left": 0.0, "waiting_share": 0.5}
             lines.append({"event": "train", "step": step, "time": 0.0, "loss": shown, **so_far, **speed})
             ends = {
-                "rounds": 3, "rounds_finish": 0, "waiting_share": 0.5, "bytes": {}, "anchor_fingerprint": "f",
+                "rounds_finish": 0, "waiting_share": 0.5, "bytes": {}, "anchor_fingerprint": "f",
                 "shares": {}, "seconds_starting": 0.0, "sample": "",
             } if step == 30 else {}  # fmt: skip
             lines.append(
@@ -133,10 +138,14 @@ def test_the_reference_is_the_best_of_the_most_talkative(tell: Tell) -> None:
         tell("diloco", 2.0, 400, numbers={"every": 10, "lr": 0.9}),
         tell("diloco", 2.1, 400, numbers={"every": 10, "lr": 0.7}),
         tell("diloco", 1.9, 100, numbers={"every": 40, "lr": 0.9}),
+        tell("diloco", 1.8, 400, numbers={"every": 10, "lr": 0.9, "delay": 5}),
+        tell("diloco", 2.2, 400, numbers={"every": 10, "lr": 0.9, "momentum": 0.5}),
     )
     assert group.diloco is not None
     assert group.diloco.label == "diloco"  # what most of them have goes without saying
-    assert {row.label for row in group.rows} == {"diloco", "diloco, outer lr 0.7", "diloco, every 40"}
+    assert {row.label for row in group.rows} == {
+        "diloco", "diloco, outer lr 0.7", "diloco, every 40", "diloco, delay 5", "diloco, momentum 0.5",
+    }  # fmt: skip
 
 
 def test_without_references_nothing_is_claimed(tell: Tell) -> None:
@@ -303,21 +312,86 @@ def test_what_is_no_run(make: Callable[[Path], None], told: str, tmp_path: Path)
         history.find([tmp_path / "nowhere"])
 
 
-@pytest.mark.parametrize("name", overtone.METHODS)
-def test_time_on_a_link_follows_from_the_log(name: str, tmp_path: Path) -> None:
-    """The page's formula is the simulator's clock: every method, whatever its exchanges."""
+def test_bytes_received_count_where_they_are_more(tell: Tell) -> None:
+    group = one_group(tell("diloco", 2.0, 1000, received=1000), tell("decoupled", 2.1, 50, received=200))
+    decoupled = next(row for row in group.rows if row.method == "decoupled")
+    assert (decoupled.bytes, decoupled.received) == (50, 200)
+    assert group.versus(decoupled).less_than_diloco == 5
+    headers, body = table.cells(group)
+    assert [line[headers.index("bytes received")] for line in body] == ["1 kB", "200 B"]
+    equal = one_group(tell("diloco", 2.0, 1000, received=1000), tell("alone", 3.0, 0))
+    assert "bytes received" not in table.cells(equal)[0]
+    assert "| bytes received |" in table.markdown([equal])
+    assert [row["bytes_received"] for row in csv.DictReader(io.StringIO(table.as_csv([equal])))] == ["0", "1000"]
+
+
+def test_labels_name_exchange_and_delay(tell: Tell) -> None:
+    """A method lists neither where they say nothing; the rows are in one group whatever they say."""
+
+    def labels(*numbers: dict[str, Any]) -> list[str]:
+        return standings.labels([tell("decoupled", 2.0, numbers=one) for one in numbers])
+
+    sharded = {"exchange": "sharded"}
+    assert labels({}, {"delay": 5}, sharded) == ["decoupled", "decoupled, delay 5", "decoupled, exchange sharded"]
+    assert labels({}, {"delay": 5}) == ["decoupled", "decoupled, delay 5"]
+    assert labels({}, {"delay": 5}, {"delay": 5, "keep": 8})[:2] == ["decoupled", "decoupled, delay 5"]
+    assert labels({"delay": 5}, {"delay": 5, "keep": 8}) == ["decoupled, keep 128", "decoupled, keep 8"]
+    assert labels({}, {}, {"exchange": "gathered"})[2] == "decoupled, exchange gathered"
+    assert labels({"exchange": "gathered"}, {**sharded, "keep_down": 512}) == [
+        "decoupled, exchange gathered", "decoupled, exchange sharded, keep down 512",
+    ]  # fmt: skip
+    assert labels(sharded, {**sharded, "keep_down": 512}) == [
+        "decoupled, default keep down", "decoupled, keep down 512",
+    ]  # fmt: skip
+    before = tell("diloco", 2.0)  # of a version without delays, or with one that is 0
+    group = one_group(before, tell("diloco", 2.0, seed=1), tell("diloco", 2.0, numbers={"delay": 2}))
+    assert {row.label: row.seeds for row in group.rows} == {"diloco": [0, 1], "diloco, delay 2": [0]}
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(None, ""), (0.25, "0.25 s"), (119, "119 s"), (120, "2 min"),
+                                               (5e5, "5.79 days")])  # fmt: skip
+def test_times_in_words(seconds: float | None, told: str) -> None:
+    assert table.duration(seconds) == told
+
+
+DELAYED = (  # rounds at steps 4, 8 and 12; the last is in flight at the end, which comes at once or a step later
+    "diloco:delay=1", "diloco:delay=3", "decoupled:delay=4", "published:delay=2", "decoupled:exchange=sharded",
+    "decoupled:exchange=sharded,delay=3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("bandwidth", "latency", "steps"), [(1000.0, 0.1, 12), (0.02, 20.0, 13)])
+@pytest.mark.parametrize("name", [*overtone.METHODS, *DELAYED])
+def test_time_on_a_link_follows_from_the_log(
+    name: str, bandwidth: float, latency: float, steps: int, tmp_path: Path
+) -> None:
+    """The page's formula is the simulator's clock: every method, whatever its exchanges, on a link that is so fast that
+    local steps hide a round, and on one that is so slow that they do not."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 1000)
     task = TaskOptions(data=str(text), valid_samples=8, language=Language(width=32, layers=1, heads=2))
-    choice = MethodChoice(name, every=None if name in ("alone", "ddp", "demo") else 4)
-    training = Training(steps=12, batch=2)
-    simulate(Simulation(choice=choice, replicas=3, task=task, training=training, out=tmp_path / "run"))
+    network = Network(bandwidth=bandwidth, latency=latency)
+    asked = Comparison(replicas=3, task=task, training=Training(steps=steps, batch=2), every=4, network=network)
+    config = comparison.configured(asked, name, 0, tmp_path / "run")
+    assert isinstance(config, Simulation)
+    simulate(replace(config, eval_every=1))
     run = history.load(tmp_path / "run")
-    link = Link(bandwidth=50e6, latency=0.02)
+    link = Link(bandwidth=bandwidth * 1e6, latency=latency / 1e3)
     for point in run.evals:
-        passed = point["step"] * 0.1 + link.seconds(point["bytes_sent"], point["bytes_received"], point["hops"])
-        assert passed == pytest.approx(point["simulated_seconds"], rel=1e-6)
-    assert len(run.evals) > 2
+        passed = link_time.seconds(run, point, link, network.step_seconds)
+        assert passed == pytest.approx(point["simulated_seconds"], rel=1e-6), point["step"]
+    assert len(run.evals) == steps
+    assert run.finish is not None
+    # What is called waiting is the time in which the replica stood still, and nothing else.
+    ends = run.finish["simulated_seconds"]
+    assert run.finish["waiting_share"] * ends == pytest.approx(ends - steps * network.step_seconds, rel=1e-6, abs=1e-6)
+    (group,) = standings.groups([run])
+    assert group.seconds(group.rows[0]) == pytest.approx(ends, rel=1e-6)
+    hidden, waited = (sum(event[key] for event in run.exchanged) for key in ("seconds_hidden", "seconds_waiting"))
+    assert (hidden > 0) == bool(run.delay)
+    assert (waited > 0) == (run.method != "alone")
+    if run.delay:  # on the fast link, only for the round that the end cut short
+        assert [event["seconds_waiting"] > 0 for event in run.exchanged] == [bandwidth < 1, bandwidth < 1, True]
 
 
 def test_the_committed_table_is_what_the_committed_logs_say() -> None:

@@ -128,6 +128,11 @@ class History:
         return self.events[-1]["step"]
 
     @property
+    def delay(self) -> int:
+        """Local steps from the start of a round until its answer is absorbed."""
+        return int(self.start["numbers"].get("delay", _UNSAID["delay"]))
+
+    @property
     def has_average(self) -> bool:
         """Whether replicas exchange but never share one model. Then the mean of all replicas counts as much as replica
         0."""
@@ -179,7 +184,8 @@ class History:
     def numbers(self) -> dict[str, Any]:
         """All options that set this run apart from another of the same group, except seed and place."""
         given = {key: value for key, value in self.config.items() if key not in ASIDE and key not in _METHOD}
-        spoken = {_WORDS.get(key, key): value for key, value in self.start["numbers"].items() if key not in _SILENT}
+        numbers = {**_UNSAID, **self.start["numbers"]}
+        spoken = {_WORDS.get(key, key): value for key, value in numbers.items() if key not in _SILENT}
         return {**spoken, **given}
 
     def command(self) -> str:
@@ -204,6 +210,8 @@ def metrics_of(event: Eval | Finish, of: MetricsOf) -> dict[str, float]:
 _METHOD = frozenset(toml.flat(Simulation().choice))  # shown with their values in the numbers of the method
 _SILENT = frozenset(("method", "signal", "rule", "codec"))
 _WORDS = {"lr": "outer lr"}
+# Methods list these numbers only where they differ from these values. Earlier versions had none of them.
+_UNSAID = {"delay": 0, "exchange": "gathered"}
 
 
 def load(path: Path) -> History:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from overtone.errors import ConfigError
-from overtone.report import page, table
+from overtone.report import link_time, page, table
 from overtone.report.history import History, metrics_of
 from overtone.report.standings import AVERAGE, Group, Row, labels
-from overtone.runs.config import Network
 from overtone.runs.directory import write_whole
 from overtone.runs.events import Event, Finish
 from overtone.version import __version__
@@ -65,7 +64,7 @@ def _group(group: Group, first: Group) -> dict[str, Any]:
         "name": group.name,
         "note": " ".join(table.notes(group, first)) or None,
         "facts": group.facts,
-        "link": _link(group.runs[0]),
+        "link": group.link,
         "rows": [_row(group, row, [indexes[id(run)] for run in row.runs]) for row in group.rows],
         "runs": [_run(run, names[id(run)]) for run in group.runs],
     }
@@ -82,6 +81,7 @@ def _row(group: Group, row: Row, indexes: list[int]) -> dict[str, Any]:
         "spread": row.spread,
         "metrics": row.metrics,
         "bytes": row.bytes,
+        "received": row.received,
         **vars(group.versus(row)),
         "drift": row.drift,
         "rounds": row.rounds,
@@ -110,6 +110,7 @@ def _run(run: History, label: str) -> dict[str, Any]:
             "drift": [event["drift_norm"] for event in rounds],
             "residual": [event["residual_norm"] for event in rounds],
             "waiting": [event["seconds_waiting"] for event in rounds],
+            "hidden": [event["seconds_hidden"] for event in rounds],
         },
         "rounds_done": run.rounds,
         "spread_of_replicas": {"step": _steps(drifts), "value": [event["drift"] for event in drifts]}
@@ -142,6 +143,8 @@ def _curve(run: History) -> dict[str, list[Any]]:
         "hops": [point["hops"] for point in points],
         "seconds": [point["seconds"] for point in points],
     }
+    if run.delay:
+        columns["overlapped"] = [link_time.overlapped(run, point) for point in points]
     for name in dict.fromkeys(name for point in points for name in point["metrics"]):
         columns[name] = [point["metrics"].get(name) for point in points]
     if run.has_average:
@@ -157,19 +160,6 @@ def _thinned(events: Sequence[T]) -> Sequence[T]:
     """Every so many events, and the last."""
     stride = -(-len(events) // MOST) or 1
     return events if stride == 1 else [*events[:-1:stride], events[-1]]
-
-
-def _link(run: History) -> dict[str, float]:
-    """The virtual network of the run. A real run has none: then the default network, with the measured time of a
-    step."""
-    link = {key: getattr(Network(), key) for key in ("bandwidth", "latency", "step_seconds")}
-    if run.simulated:
-        link |= {key: run.config[key] for key in link if math.isfinite(run.config[key])}
-    elif run.trained:
-        last = run.trained[-1]
-        step_seconds = run.start["units_per_step"] * run.replicas / last["units_per_second"]
-        link["step_seconds"] = round(step_seconds * (1 - last["waiting_share"]), 4)
-    return link
 
 
 def _scaling(found: Sequence[Group]) -> dict[str, Any] | None:

@@ -13,10 +13,13 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from overtone.methods import EVERY_GRADIENT, METHODS, NO_EXCHANGE, REFERENCE
+from overtone.report import link_time
 from overtone.report.history import History, MetricsOf
+from overtone.runs.config import Network
+from overtone.sim.network import Link
 
 SHARED: MetricsOf = "metrics"
 AVERAGE: MetricsOf = "metrics_average"
@@ -77,8 +80,21 @@ class Row:
     @property
     def bytes(self) -> int | None:
         """Bytes that one replica sent; the mean over the seeds."""
-        mean = _mean(run.last_eval["bytes_sent"] for run in self.counted if run.last_eval)
+        return self._mean_of("bytes_sent")
+
+    @property
+    def received(self) -> int | None:
+        """Bytes that one replica received; the mean over the seeds."""
+        return self._mean_of("bytes_received")
+
+    def _mean_of(self, count: Literal["bytes_sent", "bytes_received"]) -> int | None:
+        mean = _mean(run.last_eval[count] for run in self.counted if run.last_eval)
         return None if mean is None else round(mean)
+
+    @property
+    def larger(self) -> int:
+        """The larger of the bytes sent and received: what is compared with other rows."""
+        return max(self.bytes or 0, self.received or 0)
 
     @property
     def rounds(self) -> int:
@@ -93,7 +109,7 @@ class Row:
 
     @property
     def waiting(self) -> float | None:
-        """The share of the time that was spent waiting."""
+        """The share of the time in which a replica stood still for others."""
         return _mean(run.finish["waiting_share"] for run in self.counted if run.finish)
 
     @property
@@ -135,7 +151,8 @@ class Group:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """In the order of the method table; of one method, the row that sends most comes first."""
+        """In the order of the method table; of one method, the row that sends most comes first, then that with the
+        smallest delay."""
         settings: dict[str, list[History]] = {}
         times: Counter[str] = Counter()  # of equal runs: a run that was made twice is shown twice
         for run in self.runs:
@@ -150,7 +167,11 @@ class Group:
         order = list(METHODS)
         return sorted(
             rows,
-            key=lambda row: (order.index(row.method) if row.method in order else len(order), -(row.bytes or 0)),
+            key=lambda row: (
+                order.index(row.method) if row.method in order else len(order),
+                -(row.bytes or 0),
+                row.runs[0].delay,
+            ),
         )
 
     def _of(self, method: str) -> list[Row]:
@@ -160,10 +181,11 @@ class Group:
 
     @cached_property
     def diloco(self) -> Row | None:
-        """The reference: the DiLoCo row with the smallest `every`, then with most seeds, then with the lowest loss."""
+        """The reference: the DiLoCo row with the smallest `every`, then with the smallest delay, then with most seeds,
+        then with the lowest loss."""
         return min(
             self._of(REFERENCE),
-            key=lambda row: (row.runs[0].start["numbers"]["every"], -len(row.finished), row.loss),
+            key=lambda row: (row.runs[0].start["numbers"]["every"], row.runs[0].delay, -len(row.finished), row.loss),
             default=None,
         )
 
@@ -187,6 +209,26 @@ class Group:
             loss_vs_diloco=pair[0] / pair[1] - 1 if pair else None,
             gain_kept=_gain(*triple) if triple else None,
         )
+
+    @cached_property
+    def link(self) -> dict[str, float]:
+        """The virtual network of the first run. A real run has none: then the default network, with the measured time
+        of a step."""
+        run = self.runs[0]
+        link = {key: getattr(Network(), key) for key in ("bandwidth", "latency", "step_seconds")}
+        if run.simulated:
+            link |= {key: run.config[key] for key in link if math.isfinite(run.config[key])}
+        elif run.trained:
+            last = run.trained[-1]
+            step_seconds = run.start["units_per_step"] * run.replicas / last["units_per_second"]
+            link["step_seconds"] = round(step_seconds * (1 - last["waiting_share"]), 4)
+        return link
+
+    def seconds(self, row: Row) -> float | None:
+        """The time of the row on the group's link; the mean over the seeds that have finished."""
+        link = Link(bandwidth=self.link["bandwidth"] * 1e6, latency=self.link["latency"] / 1e3)
+        step = self.link["step_seconds"]
+        return _mean(link_time.seconds(run, run.finish, link, step) for run in row.runs if run.finish)
 
     @property
     def notes(self) -> list[str]:
@@ -264,9 +306,11 @@ def labels(runs: Sequence[History], *, leave_out: Container[str] = ()) -> list[s
     for run in runs:
         others = [other for other in runs if other.method == run.method]
         words = [
-            f"no {key.replace('_', ' ')}" if value is None else f"{key.replace('_', ' ')} {value}"
+            f"{_WITHOUT.get(key, 'no')} {key.replace('_', ' ')}"
+            if value is None
+            else f"{key.replace('_', ' ')} {value}"
             for key, value in run.numbers.items()
-            if key not in leave_out and not _is_usual(value, [other.numbers.get(key) for other in others])
+            if key not in leave_out and not _is_unsaid(key, value, [other.numbers.get(key) for other in others])
         ]
         if len({other.simulated for other in others}) > 1:
             words.append("simulated" if run.simulated else "as processes")
@@ -278,8 +322,16 @@ def labels(runs: Sequence[History], *, leave_out: Container[str] = ()) -> list[s
     return found
 
 
-def _is_usual(value: Any, values: Sequence[Any]) -> bool:
-    """More than half have this value. Two runs cannot both be usual where they differ, so their labels differ."""
+_WITHOUT = {"keep_down": "default"}  # None does not mean "no" here, but "chosen by overtone"
+
+
+def _is_unsaid(key: str, value: Any, values: Sequence[Any]) -> bool:
+    """More than half have this value. Two runs cannot both be usual where they differ, so their labels differ.
+
+    Instead, a delay of 0 is never said, so that a run without a delay is a plain one. Any other is, unless all have it.
+    """
+    if key == "delay":
+        return value == 0 or len(set(values)) == 1
     return 2 * sum(1 for other in values if other == value) > len(values)
 
 
@@ -293,9 +345,9 @@ def _on_common_seeds(*rows: Row | None) -> list[float] | None:
 
 
 def _fewer(row: Row, other: Row | None) -> float | None:
-    if other is None or not other.bytes or not row.finished:
+    if other is None or not other.larger or not row.finished:
         return None
-    return other.bytes / row.bytes if row.bytes else math.inf
+    return other.larger / row.larger if row.larger else math.inf
 
 
 def _gain(mine: float, alone: float, diloco: float) -> float | None:

@@ -18,21 +18,28 @@ from overtone.report.standings import Group, Row, difference
 
 LEGEND = {  # by column
     "loss": "on validation data, after the last messages; ± half the difference between the best and the worst seed.",
-    "loss vs DiLoCo": "against the row of `diloco` with the smallest `every`, then most seeds, then the lowest loss.",
+    "loss vs DiLoCo": "against the row of `diloco` with the smallest `every`, then the smallest `delay`, then most "
+    "seeds, then the lowest loss.",
     "gain kept": "the share of DiLoCo's gain over `alone` (one replica, no communication) that the method keeps.",
-    "bytes sent": "bytes that one replica sent in the whole run, as its ledger counted them.",
+    "bytes sent": "bytes that one replica sent in the whole run, as its ledger counted them; likewise received.",
+    "bytes vs DiLoCo": "by the bytes sent, or by those received where these are more.",
+    "time on link": "on the virtual network of the runs (of real runs: the default one): local steps, and waiting for "
+    "exchanges that they do not hide.",
     "drift": "the largest distance of a replica's weights from the mean of all replicas, before the last messages.",
 }
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "\\")  # a backslash, because control characters are spelt out with one
+CLOCK = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"))
 SAME = ("perplexity", "bits_per_byte", "top5")  # repeat what loss and top1 say; only the page and the CSV show them
 
 
-def cells(group: Group) -> tuple[list[str], list[list[str]]]:
-    """The headers, and the cells of all rows as text. Empty columns are left out."""
+def cells(group: Group, *, both: bool = False) -> tuple[list[str], list[list[str]]]:
+    """The headers, and the cells of all rows as text. Empty columns are left out. So are the bytes received if all rows
+    sent as many, unless ``both`` are asked for."""
+    both = both or any(row.received != row.bytes for row in group.rows)
     extra = list(dict.fromkeys(name for row in group.rows for name in row.metrics if name not in SAME))
     words = [name.replace("_", " ") for name in extra]
-    headers = ["method", "loss", *words, "loss vs DiLoCo", "gain kept", "bytes sent", "bytes vs DiLoCo", "vs DDP",
-               "drift", ""]  # fmt: skip
+    headers = ["method", "loss", *words, "loss vs DiLoCo", "gain kept", "bytes sent", "bytes received",
+               "bytes vs DiLoCo", "vs DDP", "time on link", "drift", ""]  # fmt: skip
     body = []
     for row in group.rows:
         versus = group.versus(row)
@@ -44,8 +51,10 @@ def cells(group: Group) -> tuple[list[str], list[list[str]]]:
                 percent(versus.loss_vs_diloco, signed=True),
                 percent(versus.gain_kept),
                 "" if row.bytes is None else human_bytes(row.bytes),
+                "" if row.received is None or not both else human_bytes(row.received),
                 ratio(versus.less_than_diloco),
                 ratio(versus.less_than_ddp),
+                duration(group.seconds(row)),
                 percent(row.drift, digits=1),
                 "; ".join(row.caveats),
             ]
@@ -82,7 +91,7 @@ def markdown(groups: Sequence[Group]) -> str:
     """The tables of all groups as Markdown."""
     parts = []
     for group in groups:
-        headers, body = cells(group)
+        headers, body = cells(group, both=True)
         parts += [f"## {plain(group.name)}", "", *(f"{plain(note)}\n" for note in notes(group, groups[0]))]
         parts += [_line(headers), _line(["---"] * len(headers)), *map(_line, body), ""]
     return "\n".join([*parts, *(f"- {line}" for line in legend(groups))]) + "\n"
@@ -125,10 +134,12 @@ def _raw(group: Group, row: Row) -> dict[str, Any]:
         "loss": row.loss,
         "spread": row.spread,
         "bytes_sent": row.bytes,
+        "bytes_received": row.received,
         **vars(group.versus(row)),
         "drift": row.drift,
         "rounds": row.rounds,
         "waiting": row.waiting,
+        "seconds_on_link": group.seconds(row),
         "residual": row.residual,
         "marks": "; ".join(row.caveats),
         **row.metrics,
@@ -155,6 +166,14 @@ def percent(share: float | None, *, digits: int = 0, signed: bool = False) -> st
 def number(value: float | None) -> str:
     """A number with four digits; empty for None."""
     return "" if value is None else f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """A time in the largest unit of which there are at least two; empty for None."""
+    if seconds is None:
+        return ""
+    size, unit = next((one for one in CLOCK if seconds >= 2 * one[0]), CLOCK[-1])
+    return f"{float(f'{seconds / size:.3g}'):g} {unit}"
 
 
 def ratio(fewer: float | None) -> str:

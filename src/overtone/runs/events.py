@@ -12,8 +12,8 @@ tests/test_run_log.py holds the list that must not change without a new number.
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-FORMAT = 1
-READABLE = (0, 1)  # format numbers; 0 are the logs of overtone 0.1.0, which carry no number
+FORMAT = 2
+READABLE = (0, 1, 2)  # format numbers; 0 are the logs of overtone 0.1.0, which carry no number
 
 Record = dict[str, Any]  # a line as JSON gives it, before its keys are checked
 
@@ -99,13 +99,33 @@ class Environment(TypedDict):
     """The command line."""
 
 
-class Ending(TypedDict):
-    """The rounds of a finished run, and its last messages, which empty the residuals."""
+class Exchanged(TypedDict):
+    """How many rounds the cost is of."""
 
     rounds: int
-    """Rounds, without the last messages."""
+    """Rounds that are over, without the last messages. A round in flight is not over, and not in the cost yet."""
+
+
+class InFlight(TypedDict):
+    """The round that was in flight when training ended. It had fewer local steps to hide behind than `delay`."""
+
+    steps: int
+    """Local steps from its start to the end of training."""
+    sent: int
+    """Bytes."""
+    received: int
+    """Bytes."""
+    hops: int
+    """Messages that had to wait for one another."""
+
+
+class Ending(Exchanged):
+    """The rounds of a finished run, and its last messages, which empty the residuals."""
+
     rounds_finish: int
     """Last messages."""
+    in_flight: NotRequired[InFlight]
+    """The last of these rounds, if it was in flight when training ended. Never without a delay."""
     metrics_anchor: NotRequired[dict[str, float]]
     """Metrics of the shared model before the last messages. In simulations only: a real run does not validate twice."""
 
@@ -118,7 +138,7 @@ class PhaseCount(TypedDict):
     received: int
     """Bytes."""
     waiting: float
-    """Seconds that the replica waited for others; virtual seconds in a simulation."""
+    """Seconds that the replica stood still for others; virtual seconds in a simulation."""
     hops: int
     """Messages that had to wait for one another."""
 
@@ -173,7 +193,7 @@ class Resume(Stamp, Beginning):
     """Whether that is another number than now."""
 
 
-class Train(Stamp, Cost):
+class Train(Stamp, Cost, Exchanged):
     """Every `log_every` steps: how training goes."""
 
     event: Literal["train"]
@@ -186,11 +206,11 @@ class Train(Stamp, Cost):
     seconds_left: float
     """Seconds to the last step, at the speed of this session."""
     waiting_share: float
-    """Share of the time that replica 0 waited for others; in a simulation, of the virtual time."""
+    """Share of the time in which replica 0 stood still for others; in a simulation, of the virtual time."""
 
 
 class RoundDone(Stamp):
-    """A round of replica 0. A method that exchanges at each step has one event every `log_every` steps."""
+    """A round of replica 0 is over. A method that exchanges at each step has one event every `log_every` steps."""
 
     event: Literal["round"]
     index: int
@@ -204,7 +224,9 @@ class RoundDone(Stamp):
     seconds_encoding: float
     """Seconds to make the message."""
     seconds_waiting: float
-    """Seconds to send and to wait for others; virtual in a simulation."""
+    """Seconds of the exchange in which training stood still; virtual in a simulation."""
+    seconds_hidden: float
+    """Seconds of the exchange in which training went on; virtual in a simulation. 0 without a delay."""
     seconds_decoding: float
     """Seconds to read the messages and to apply them."""
     drift_norm: float
@@ -217,7 +239,7 @@ class RoundDone(Stamp):
     """Ranks whose message was refused, if the policy is to go on without them."""
 
 
-class Eval(Stamp, Evaluation, Cost):
+class Eval(Stamp, Evaluation, Cost, Exchanged):
     """A validation before the end of training."""
 
     event: Literal["eval"]
@@ -260,7 +282,7 @@ class Finish(Stamp, Evaluation, Cost, Ending):
 
     event: Literal["finish"]
     waiting_share: float
-    """Share of the time that replica 0 waited for others; in a simulation, of the virtual time."""
+    """Share of the time in which replica 0 stood still for others; in a simulation, of the virtual time."""
     anchor_fingerprint: str
     """Fingerprint of the final weights."""
     bytes: dict[str, PhaseCount]

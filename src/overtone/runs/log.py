@@ -122,8 +122,7 @@ def _records(file: Path) -> list[Record]:
             continue
         if record["event"] in ("start", "resume"):
             written = _format(record, f"{file}: line {number}")
-        if written == 0:
-            record = upgraded(record)
+        record = upgraded(record, written)
         if record["event"] == "resume":
             step = record["step"]
             records = [r for r in records if r["step"] <= step and r["event"] not in ENDINGS]
@@ -150,7 +149,8 @@ def _format(record: Record, where: str) -> int:
     """The format of the session that this event begins; refused if this version cannot read it."""
     found = record.get("format", 0)
     if type(found) is not int or found not in READABLE:
-        known = " and ".join(map(str, READABLE))
+        *earlier, latest = map(str, READABLE)
+        known = f"{', '.join(earlier)} and {latest}"
         raise RunLogError(
             f"{where}: run log of format {shortened(found)}; overtone {__version__} reads formats {known}. "
             "Use the version of overtone that wrote it, or make the run again"
@@ -198,16 +198,25 @@ def _lacking(table: Mapping[str, Any], needed: tuple[str, ...]) -> str:
     return next((key for key in needed if key not in table), "")
 
 
-def upgraded(record: Record) -> Record:
-    """An event of format 0 in the form of format 1. Numbers that format 0 did not write become NaN: not known."""
-    added: dict[str, Record] = {
-        "start": {"format": FORMAT},
-        "resume": {"format": FORMAT},
-        # Simulations did not write these:
+# By format: the fields that its successor added, by event. Numbers that were not written are NaN: not known.
+ADDED: dict[int, dict[str, Record]] = {
+    0: {  # of simulations only
         "train": {"lr": math.nan, "units_per_second": math.nan, "seconds_left": math.nan, "waiting_share": math.nan},
         "finish": {"shares": {}, "seconds_starting": math.nan, "sample": ""},
-    }
-    return {**added.get(record["event"], {}), **record}
+    },
+    1: {  # no method had a delay
+        "train": {"rounds": math.nan},
+        "eval": {"rounds": math.nan},
+        "round": {"seconds_hidden": 0.0},
+    },
+}
+
+
+def upgraded(record: Record, written: int) -> Record:
+    """An event of the format ``written`` in the form of the present one."""
+    for number in range(written, FORMAT):
+        record = {**ADDED[number].get(record["event"], {}), **record}
+    return {**record, "format": FORMAT} if record["event"] in ("start", "resume") else record
 
 
 # -- the environment -------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from overtone.runs.events import (
     Ending,
     Evaluation,
     Event,
+    Exchanged,
     Finish,
     Host,
     PhaseCount,
@@ -85,7 +86,7 @@ class RunRecorder:
 
     def evaluation(self, found: Evaluation) -> None:
         """A validation before the end of training."""
-        self._write({"event": "eval", **self._stamp(), **found, **self._cost()})
+        self._write({"event": "eval", **self._stamp(), **found, **self._cost(), **self._exchanged()})
 
     def checkpoint(self, seconds: float) -> None:
         """A checkpoint was begun, and training stood still for so long."""
@@ -102,6 +103,33 @@ class RunRecorder:
     def fail(self, error: Exception) -> None:
         """The run gave up."""
         self._write({"event": "fail", **self._stamp(), "why": str(error)})
+
+    def last_messages(self, finish: Callable[[], Sequence[Sequence[Round]]]) -> Ending:
+        """Call ``finish``, which sends the last messages and returns the records of each replica, replica 0 first.
+
+        A round that was in flight is among the records, as the first. It is no last message, and has an event.
+        """
+        pending = self.replica.exchanger.in_flight
+        records = finish()
+        for of_replica in records:
+            self.timer.count_rounds(of_replica)
+        count = len(records[0])
+        if pending is None:
+            return {"rounds": self.replica.rounds - count, "rounds_finish": count}
+        # Its message was made in a local step, so these seconds were counted before.
+        self.timer.seconds["inner steps"] -= sum(of_replica[0].seconds_encoding for of_replica in records)
+        self._write(self._round(records[0][0]))
+        cost = pending.count
+        return {
+            "rounds": self.replica.rounds - count + 1,
+            "rounds_finish": count - 1,
+            "in_flight": {
+                "steps": self.replica.steps - pending.steps,
+                "sent": cost.sent,
+                "received": cost.received,
+                "hops": cost.hops,
+            },
+        }
 
     def finish(
         self,
@@ -150,6 +178,9 @@ class RunRecorder:
             found["simulated_seconds"] = self.virtual_clock()
         return found
 
+    def _exchanged(self) -> Exchanged:
+        return {"rounds": self.replica.rounds}
+
     def _waiting_share(self) -> float:
         """Of the time in which the waiting took place: virtual time in a simulation."""
         passed = self.timer.passed if self.virtual_clock is None else max(self.virtual_clock(), 1e-9)
@@ -169,6 +200,7 @@ class RunRecorder:
             "bytes_received": done.bytes_received,
             "seconds_encoding": done.seconds_encoding,
             "seconds_waiting": done.seconds_waiting,
+            "seconds_hidden": done.seconds_hidden,
             "seconds_decoding": done.seconds_decoding,
             "drift_norm": done.drift_norm,
             "residual_norm": done.residual_norm,
@@ -183,6 +215,7 @@ class RunRecorder:
             "loss": float(step.losses[0]),
             "lr": self.replica.inner.param_groups[0]["lr"],
             **self._cost(),
+            **self._exchanged(),
             "units_per_second": self.timer.units_per_second,
             "seconds_left": self.timer.seconds_left(self.steps - step.count),
             "waiting_share": self._waiting_share(),

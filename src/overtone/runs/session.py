@@ -193,10 +193,8 @@ class Session:
     # -- closing -------------------------------------------------------------------------------------------------------
 
     def _finish(self, vote: StopVote) -> Finish:
-        last = self.replica.finish()
+        self.state.finished = self.recorder.last_messages(lambda: [self.replica.finish()])
         vote.close()
-        self.timer.count_rounds(last)
-        self.state.finished = {"rounds": self.replica.rounds - len(last), "rounds_finish": len(last)}
         self._save()
         return self._close()
 

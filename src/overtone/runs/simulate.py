@@ -106,15 +106,11 @@ def _train(
 def _finish(evaluator: ClusterEvaluator, recorder: RunRecorder) -> Finish:
     """The last messages, and the event that closes the log. Drift and average are those before the last messages."""
     cluster, timer = evaluator.cluster, recorder.timer
-    first, rounds = cluster.replicas[0], cluster.replicas[0].rounds
     with timer.during("evaluation"):
         found = evaluator.evaluate(average=True)
-    last = cluster.finish()
-    for of_replica in last:
-        timer.count_rounds(of_replica)
-    ending: Ending = {"rounds": rounds, "rounds_finish": len(last[0]), "metrics_anchor": found["metrics"]}
+    ending: Ending = {**recorder.last_messages(cluster.finish), "metrics_anchor": found["metrics"]}
     with timer.during("evaluation"):
-        found["metrics"] = evaluate(evaluator.task, first.model)
+        found["metrics"] = evaluate(evaluator.task, cluster.replicas[0].model)
     return recorder.finish(found, ending)
 
 

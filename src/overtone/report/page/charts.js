@@ -105,8 +105,8 @@ function curves(view) {
     const style = view.styles.of(one.label);
     const order = one.row.reference ? 1 : style.order;
     const rank = nameRank(one.row);
-    if (one.silent && view.axis === "bytes") {
-      // A method that sends nothing has no place on a logarithmic axis: its end is a level to compare with.
+    if (isSilent(one.row, view.axis)) {
+      // Its end is a level to compare with.
       const end = one.mean.at(-1);
       const level = dataset(one, [], false, { main: true, level: true, order, rank, borderWidth: 1.5, borderDash: [5, 5], pointRadius: 0 });
       if (end && spots.length) level.data = edges.map((x) => ({ ...end, value: end.y, x, link: linkSeconds(end, view.group.link) }));
@@ -129,7 +129,7 @@ function curves(view) {
   options.layout = { padding: ({ chart }) => ({ top: 8, right: chart.width < NARROW ? 8 : Math.min(room, 0.3 * chart.width) }) };
   options.scales = {
     x: log
-      ? logScale(title, view.axis === "bytes" ? humanBytes : (value) => digits(value))
+      ? logScale(title, axis.log ? humanBytes : (value) => digits(value))
       : scale(title, { type: "linear", min: 0, max: spots.length ? edges[1] / unit.size : 1, ticks: { color: colour("--muted"), maxRotation: 0, includeBounds: false, callback: (value) => whole(value) } }),
     y: scale(view.measure === "loss" ? "validation loss" : readable(view.measure), { ...range, ticks: { color: colour("--muted"), includeBounds: false } }),
   };
@@ -141,6 +141,7 @@ function curves(view) {
       `${readable(view.measure)}  ${fixed(raw.value, 4)}`,
       `step  ${whole(Math.round(raw.step))}`,
       `sent  ${humanBytes(raw.bytes)}`,
+      `received  ${humanBytes(raw.received)}`,
       `wall-clock  ${humanSeconds(raw.seconds)}`,
       `on the link  ${humanSeconds(raw.link)}`,
     ],
@@ -153,7 +154,8 @@ function curvesSummary(view) {
   const parts = seriesOf(view.group, view.measure).filter((one) => !view.off.has(one.label) && one.mean.length).map((one) => {
     const end = one.mean.at(-1);
     const where = {
-      bytes: one.silent ? "sending nothing" : `after ${humanBytes(end.bytes)}`, steps: `after ${whole(Math.round(end.step))} steps`,
+      bytes: isSilent(one.row, "bytes") ? "sending nothing" : `after ${humanBytes(end.bytes)} sent`,
+      received: isSilent(one.row, "received") ? "receiving nothing" : `after ${humanBytes(end.received)} received`, steps: `after ${whole(Math.round(end.step))} steps`,
       wall: `after ${humanSeconds(end.seconds)}`, link: `after ${humanSeconds(linkSeconds(end, view.group.link))}`,
     }[view.axis];
     return `${one.label}: ${fixed(end.y)} ${where}${one.broken ? " (did not finish)" : ""}`;

@@ -10,10 +10,21 @@ const USUAL = { bandwidth: 50, latency: 20, step_seconds: 0.1 }; // as overtone.
 
 const linkOf = (given) => Object.fromEntries(Object.entries(USUAL).map(([name, usual]) => [name, given?.[name] ?? usual]));
 
-// As Link.seconds in overtone/sim/network.py, plus the local steps; a link here is in Mbit/s and ms.
+// As Link.seconds in overtone/sim/network.py; a link here is in Mbit/s and ms.
+const exchangeSeconds = ({ bytes, received, hops }, link) => (hops * link.latency) / 1e3 + (8 * Math.max(bytes, received)) / (link.bandwidth * 1e6);
+
+// As overtone/report/link_time.py: exchanges that go on beside the training cost what local steps do not hide.
 function linkSeconds(point, link) {
-  const exchange = (point.hops * link.latency) / 1e3 + (8 * Math.max(point.bytes, point.received)) / (link.bandwidth * 1e6);
-  return point.step * link.step_seconds + exchange;
+  if (point.seeds) return mean(point.seeds.map((seed) => linkSeconds(seed, link)));
+  const rest = { bytes: point.bytes, received: point.received, hops: point.hops };
+  let waited = 0;
+  for (const [steps, bytes, received, hops] of point.overlapped ?? []) {
+    waited += Math.max(0, exchangeSeconds({ bytes, received, hops }, link) - steps * link.step_seconds);
+    rest.bytes -= bytes;
+    rest.received -= received;
+    rest.hops -= hops;
+  }
+  return point.step * link.step_seconds + waited + exchangeSeconds(rest, link);
 }
 
 const linkWords = (link) =>

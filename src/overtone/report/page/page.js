@@ -17,15 +17,17 @@ function curvesTitle() {
 }
 
 function hint() {
-  const silent = group().rows.filter((row) => row.bytes === 0).map((row) => row.label);
-  const level = silent.length ? ` Dashed level: ${silent.join(", ")}, which sends nothing.` : "";
+  const silent = group().rows.filter((row) => isSilent(row, state.axis)).map((row) => row.label);
+  const level = silent.length ? ` Dashed level: ${silent.join(", ")}, which ${state.axis === "received" ? "receives" : "sends"} nothing.` : "";
   const simulated = group().runs.some((run) => run.simulated);
   const seeds = group().rows.some((row) => row.seeds.length > 1) ? " Thin lines: single seeds; strong: their mean." : "";
+  const few = (state.measure === "loss" ? "Left and low is better." : "Further left: fewer bytes.") + level;
   const what = {
-    bytes: (state.measure === "loss" ? "Left and low is better." : "Further left: fewer bytes.") + level,
+    bytes: few,
+    received: few,
     steps: "Local steps of one replica.",
     wall: simulated ? "Time the simulation took, all replicas in one process; for time between machines see “On a link”." : "As measured by replica 0.",
-    link: "Local steps, latency of each message and bytes over the bandwidth, one after another.",
+    link: "Local steps, latency of each message and bytes over the bandwidth, one after another; with a delay, exchanges go on beside local steps.",
   }[state.axis];
   const crossed = group().runs.some(isBroken) ? " A cross: diverged, stopped or not finished there." : "";
   return what + seeds + crossed;

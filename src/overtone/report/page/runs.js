@@ -16,22 +16,38 @@ function pairs(title, entries) {
   return el("section", {}, el("h3", {}, title), el("div", { class: "scroll" }, el("table", { class: "pairs" }, el("tbody", {}, ...rows))));
 }
 
-function numbersOf(run) {
+// Entries for `pairs`, and a function that adds one unless its value is missing.
+function notes() {
   const entries = [];
-  const end = pointAt(run, -1);
-  const note = (name, value, write) => value != null && entries.push([name, write(value)]);
+  return [entries, (name, value, write) => value != null && entries.push([name, write(value)])];
+}
+
+function numbersOf(run) {
+  const [entries, note] = notes();
   note("rounds", run.rounds_done, whole);
   note("rounds of finish", run.finish?.rounds_finish, whole);
-  note("waiting", run.finish?.waiting_share, (value) => percent(value));
   note("drift of the last round, norm", run.rounds.drift.at(-1), digits);
   note("residual after it, norm", run.rounds.residual.at(-1), digits);
   note("drift between replicas", run.spread_of_replicas?.value.at(-1), (value) => percent(value, 1));
-  note(run.simulated ? "wall-clock of the simulation" : "wall-clock", end?.seconds, humanSeconds);
   for (const [phase, one] of Object.entries(run.finish?.bytes ?? {})) {
     const waited = one.waiting ? `, ${humanSeconds(one.waiting)} waiting` : "";
     entries.push([`bytes, ${phase}`, `${humanBytes(one.sent)} sent, ${humanBytes(one.received)} received${waited}`]);
   }
-  for (const [name, share] of Object.entries(run.finish?.shares ?? {})) note(`share of ${name}`, share, (value) => percent(value, 1));
+  return entries;
+}
+
+// Where the time went. A simulation has two clocks: the seconds of rounds and of waiting are virtual, the others are not.
+function timesOf(run) {
+  const [entries, note] = notes();
+  const { waiting, hidden } = run.rounds;
+  const virtual = run.simulated ? ", virtual time" : "";
+  note(`standing still for others${virtual}`, run.finish?.waiting_share, (value) => percent(value, 1));
+  if (waiting.length) {
+    note(`per round, standing still${virtual}`, mean(waiting), humanSeconds);
+    note(`per round, behind training${virtual}`, hidden?.some((value) => value) ? mean(hidden) : null, humanSeconds);
+  }
+  note(run.simulated ? "wall-clock of the simulation" : "wall-clock", pointAt(run, -1)?.seconds, humanSeconds);
+  for (const [name, share] of Object.entries(run.finish?.shares ?? {})) note(`of it, ${name}`, share, (value) => percent(value, 1));
   return entries;
 }
 
@@ -42,7 +58,8 @@ function chartsOf(run) {
     ["bytes sent per round", rounds.step, rounds.bytes, humanBytes],
     ["drift of a round, norm", rounds.step, rounds.drift, number],
     ["residual after a round, norm", rounds.step, rounds.residual, number],
-    ["waiting per round", rounds.step, rounds.waiting, humanSeconds],
+    ["seconds of a round standing still", rounds.step, rounds.waiting, humanSeconds],
+    ["seconds of a round behind training", rounds.step, rounds.hidden, humanSeconds],
     ["drift between replicas", spread?.step, spread?.value, (value) => `${digits(100 * value)}%`],
     ["training loss", train?.step, train?.loss, number, false],
   ].filter(([, steps, values]) => steps?.length && values?.some((value) => value)); // all null or zero: nothing to see
@@ -91,7 +108,8 @@ class Runs {
         run.marks.length ? el("p", { class: "hint" }, run.marks.join("; ")) : null,
         figures.length ? el("div", { class: "figures" }, ...figures.map((one) => one.element)) : null,
         el("div", { class: "columns" },
-          pairs("Numbers", numbersOf(run)), pairs("Configuration", flat(run.config)), pairs("Environment", flat(run.environment))),
+          el("div", {}, pairs("Numbers", numbersOf(run)), pairs("Where the time went", timesOf(run))),
+          pairs("Configuration", flat(run.config)), pairs("Environment", flat(run.environment))),
         run.command ? el("h3", {}, "Command") : null, run.command ? command(run.command) : null),
     );
     for (const { canvas, config } of figures) {

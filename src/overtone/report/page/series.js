@@ -2,13 +2,14 @@
 
 const AXES = {
   bytes: { text: "Bytes sent", title: "bytes sent by one replica", log: true },
+  received: { text: "Bytes received", title: "bytes received by one replica", log: true },
   steps: { text: "Steps", title: "local steps" },
   wall: { text: "Wall-clock", title: "wall-clock time", clock: true },
   link: { text: "On a link", title: "time on the link", clock: true },
 };
 
-const OF_CURVE = new Set(["step", "loss", "average", "bytes", "received", "hops", "seconds"]);
 const CARRIED = ["step", "bytes", "received", "hops", "seconds"];
+const OF_CURVE = new Set([...CARRIED, "overlapped", "loss", "average"]);
 
 // Every column of a curve that is not listed above is another metric, such as top1.
 function measuresOf(group) {
@@ -27,9 +28,7 @@ function pointsOf(run, column) {
     const visit = visits.get(step) ?? 0;
     visits.set(step, visit + 1);
     if (values[i] == null) return;
-    const point = { key: `${step}/${visit}`, y: values[i] };
-    for (const name of CARRIED) point[name] = run.curve[name]?.[i] ?? 0;
-    points.push(point);
+    points.push({ key: `${step}/${visit}`, y: values[i], ...pointAt(run, i) });
   });
   return points;
 }
@@ -40,9 +39,7 @@ function meanOf(lines) {
   return lines[0].flatMap((point) => {
     const all = [point, ...others.map((line) => line.get(point.key))];
     if (all.includes(undefined)) return [];
-    const mean = { key: point.key };
-    for (const name of ["y", ...CARRIED]) mean[name] = all.reduce((sum, one) => sum + one[name], 0) / all.length;
-    return [mean];
+    return [{ key: point.key, seeds: all, ...Object.fromEntries(["y", ...CARRIED].map((name) => [name, mean(all.map((one) => one[name]))])) }];
   });
 }
 
@@ -61,24 +58,28 @@ function seriesOf(group, measure) {
     const seeds = runs.map((run) => ({ run, points: pointsOf(run, column) })).filter((seed) => seed.points.length);
     if (!seeds.length) return [];
     const counted = countedOf(seeds.map((seed) => seed.run));
-    const mean = meanOf(seeds.filter((seed) => counted.includes(seed.run)).map((seed) => seed.points));
-    return [{ row, label: row.label, seeds, mean, broken: counted.some(isBroken), silent: row.bytes === 0 }];
+    const line = meanOf(seeds.filter((seed) => counted.includes(seed.run)).map((seed) => seed.points));
+    return [{ row, label: row.label, seeds, mean: line, broken: counted.some(isBroken) }];
   });
 }
 
 function place(point, axis, link) {
-  return { bytes: point.bytes, steps: point.step, wall: point.seconds, link: linkSeconds(point, link) }[axis];
+  return { bytes: point.bytes, received: point.received, steps: point.step, wall: point.seconds, link: linkSeconds(point, link) }[axis];
 }
+
+// A row that has exchanged nothing has no place on a logarithmic axis of bytes.
+const isSilent = (row, axis) => AXES[axis].log && row[axis] === 0;
 
 // A row's time on the link: the mean over the seeds that have finished. The time of an unfinished run says nothing.
 function rowSeconds(row, group) {
   const ends = row.runs.map((index) => group.runs[index]).filter((run) => run.finish).map((run) => pointAt(run, -1));
-  return ends.length ? ends.reduce((sum, end) => sum + linkSeconds(end, group.link), 0) / ends.length : null;
+  return ends.length ? linkSeconds({ seeds: ends }, group.link) : null;
 }
 
 function pointAt(run, index) {
   if (!run.curve.step.length) return null;
-  return Object.fromEntries(CARRIED.map((name) => [name, run.curve[name]?.at(index) ?? 0]));
+  const counts = Object.fromEntries(CARRIED.map((name) => [name, run.curve[name]?.at(index) ?? 0]));
+  return { ...counts, overlapped: run.curve.overlapped?.at(index) };
 }
 
 const sorted = (values) => [...values].sort((a, b) => a - b);

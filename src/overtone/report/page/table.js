@@ -6,9 +6,10 @@ function columnsOf(group) {
   const metrics = [...new Set(group.rows.flatMap((row) => Object.keys(row.metrics ?? {})))].filter((name) => name !== "loss");
   const number = (name, value, write, more = {}) => ({ name, value, write: (row) => (value(row) == null ? "" : write(value(row))), ...more });
   const against = (name, value, there) => ({
-    name: `bytes vs ${name}`, title: `bytes sent against ${name}`, value,
-    write: (row) => fewer(value(row), row.bytes === 0 && there(row) && hasEnded(row, group)),
+    name: `bytes vs ${name}`, title: `bytes sent against ${name}, or bytes received where these are more`, value,
+    write: (row) => fewer(value(row), row.bytes === 0 && row.received === 0 && there(row) && hasEnded(row, group)),
   });
+  const unequal = group.rows.some((row) => row.received !== row.bytes); // otherwise one column says it all
   const slowest = () => Math.max(...group.rows.map((row) => rowSeconds(row, group) ?? 0));
   const columns = [
     { name: "method", value: (row) => row.label, write: (row) => row.label, text: true },
@@ -24,14 +25,15 @@ function columnsOf(group) {
       title: "100%: as good as DiLoCo; 0%: no better than alone", bar: (row) => row.gain_kept,
     }),
     number("bytes sent", (row) => row.bytes, humanBytes, { title: "by one replica over the whole run" }),
+    number("bytes received", (row) => (unequal ? row.received : null), humanBytes, { title: "by one replica over the whole run" }),
     against("DiLoCo", (row) => row.less_than_diloco, (row) => row.has_diloco),
     against("DDP", (row) => row.less_than_ddp, (row) => row.has_ddp),
     number("time on link", (row) => rowSeconds(row, group), humanSeconds, {
-      title: "local steps and exchange on the link chosen above", bar: (row) => rowSeconds(row, group) / slowest(),
+      title: "local steps, and waiting for exchanges that they do not hide, on the link chosen above", bar: (row) => rowSeconds(row, group) / slowest(),
     }),
     number("drift", (row) => row.drift, (value) => percent(value, 1), { title: "drift between replicas: the largest distance of a replica's weights from the mean of all, relative" }),
     number("rounds", (row) => row.rounds, whole),
-    number("waiting", (row) => row.waiting, (value) => percent(value), { title: "share of the time spent waiting for others" }),
+    number("waiting", (row) => row.waiting, (value) => percent(value), { title: "share of the time in which a replica stood still for others" }),
   ];
   return columns.filter((column) => group.rows.some((row) => column.write(row) !== ""));
 }

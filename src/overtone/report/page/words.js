@@ -29,6 +29,8 @@ function humanSeconds(seconds) {
   return `${digits(seconds / unit.size)} ${unit.short}`;
 }
 
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
 const whole = (value) => value.toLocaleString("en-GB");
 
 const percent = (share, places = 0) => `${(100 * share).toFixed(places).replace(/^-(0(\.0+)?)$/, "$1")}%`;

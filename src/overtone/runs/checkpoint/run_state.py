@@ -13,7 +13,7 @@ from overtone.exchange import flight
 from overtone.replica import Replica
 from overtone.runs.checkpoint import format
 from overtone.runs.checkpoint.index import CheckpointId, file_of
-from overtone.runs.events import Ending
+from overtone.runs.events import Ending, InFlight
 from overtone.runs.timing import RunTimer
 from overtone.sim import rng
 from overtone.tasks import Feed
@@ -74,7 +74,11 @@ class RunState:
 def _finished(saved: Mapping[str, Any] | None) -> Ending | None:
     if saved is None:
         return None
-    return {"rounds": int(saved["rounds"]), "rounds_finish": int(saved["rounds_finish"])}
+    found: Ending = {"rounds": int(saved["rounds"]), "rounds_finish": int(saved["rounds_finish"])}
+    if "in_flight" in saved:
+        sent, received, hops, steps = (int(saved["in_flight"][key]) for key in ("sent", "received", "hops", "steps"))
+        found["in_flight"] = InFlight(steps=steps, sent=sent, received=received, hops=hops)
+    return found
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
