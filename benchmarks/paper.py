@@ -12,25 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from overtone.report import compare, comparison, history, page_data, standings
+from cells import DATA, found, make
+from overtone.report import comparison, history, page_data, standings
 from overtone.report.comparison import Cell, Comparison
-from overtone.report.live_table import LiveTable
-from overtone.runs import directory, log
+from overtone.runs import log
 from overtone.runs.config import Training
 from overtone.tasks import Image, Language, TaskOptions
 
 RUNS = Path("runs/paper")
 RESULTS = Path("benchmarks/results/paper")
-DATA = Path("data")  # the runs name their data below this directory, wherever it lies
 TITLE = "The paper's table in miniature (arXiv 2510.03371)"
 
 EVERY, REPLICAS = 10, 4
@@ -58,17 +54,6 @@ BESIDE = (  # one
     "decoupled:keep=128,transform=none",  # does the DCT earn its keep?
     f"decoupled:keep=32,every={4 * EVERY}",  # how far can it go?
 )
-
-
-def found(place: Path, name: str) -> str | None:
-    """The data set of this name in the directory ``place``, as the logs name it: a link below `data` leads there."""
-    if not (place / name).exists():
-        return None
-    link = DATA / name
-    if not link.exists():
-        link.parent.mkdir(exist_ok=True)
-        link.symlink_to((place / name).resolve())
-    return str(link)
 
 
 def study(place: Path) -> Iterator[Cell]:
@@ -106,10 +91,10 @@ def cells(name: str, asked: Comparison) -> list[Cell]:
     return comparison.cells(asked, RUNS / name)
 
 
-def publish(found: Sequence[Cell]) -> list[history.History]:
+def publish(made: Sequence[Cell]) -> list[history.History]:
     """Write the logs as they are committed: without the name of the machine, and with six digits of each number."""
     published = []
-    for cell in found:
+    for cell in made:
         folder = RESULTS / cell.folder.relative_to(RUNS).parent.parent / cell.folder.name
         folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(_short(_anonymous(record))) for record in log.read(cell.folder)]
@@ -140,14 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.monotonic()
     all_cells = list(study(args.data))
-    try:
-        with directory.claim(RUNS), LiveTable(Console(stderr=True), all_cells) as live:
-            states = compare.make(all_cells, workers=args.workers, watch=live)
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the same command continues with the runs that are left")
-    failed = [f"{folder}: {state.reason}" for folder, state in states.items() if state.state == "failed"]
-    if failed:
-        sys.exit("\n".join(failed))
+    make(RUNS, all_cells, args.workers)
     groups = standings.groups(publish(all_cells))
     made = page_data.write(RESULTS.with_suffix(".html"), groups, title=TITLE, command="make paper")
     print(f"{len(all_cells)} runs in {(time.monotonic() - begun) / 60:.0f} min; {', '.join(map(str, made))}")

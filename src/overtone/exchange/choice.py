@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from overtone.codec import FULL_CHUNK, Payload, TopK, position_bits
 from overtone.coding.chunks import Slab
 from overtone.errors import MethodError
-from overtone.exchange.dealing import BUFFER_BITS, deal
+from overtone.exchange.dealing import deal
 from overtone.exchange.gathered import Gathered
 from overtone.exchange.letters import LetterCodec
 from overtone.exchange.message import HEADER_BYTES, Seal
@@ -17,7 +17,8 @@ from overtone.exchange.sharded import Sharded
 from overtone.exchange.summed import Summed
 from overtone.methods import Method
 
-ENOUGH = 512  # coefficients of a letter, of each 64 x 64 chunk; more were not better (benchmarks/exchange.py)
+BUFFER_BITS = 32  # a value of a buffer travels as fp32
+ENOUGH = 448  # coefficients of a letter, of each 64 x 64 chunk; more were not better (benchmarks/exchange.py)
 FLAT_FROM = 8  # replicas; with more of them, letters shrink a little, so that a replica's bytes stay the same
 WORTH = 0.9  # "auto" shards if that costs less than this share of a gather, since it takes more hops
 
@@ -30,19 +31,20 @@ def letters_for(codec: TopK, keep_down: int | None, members: int) -> LetterCodec
 
 
 def default_keep_down(codec: TopK, members: int) -> int:
-    """How many coefficients of a 64 x 64 chunk a letter has: 8 times as many as a message, at most 512 (twice as many
+    """How many coefficients of a 64 x 64 chunk a letter has: 7 times as many as a message, at most 448 (twice as many
     as a message, if that is more), and no more than all messages together have.
 
     A replica sends and receives (K − 1)/K of a message and of a letter. From eight replicas on, letters have as much
     less as this factor grows.
     """
     keep = codec.keep
-    most = min(FULL_CHUNK, 8 * keep, max(ENOUGH, 2 * keep), members * keep)
+    most = min(FULL_CHUNK, 7 * keep, max(ENOUGH, 2 * keep), members * keep)
     if members <= FLAT_FROM:
         return most
 
     def bits(down: int) -> int:
-        return position_bits(FULL_CHUNK, keep) + position_bits(FULL_CHUNK, down) + (keep + down) * codec.bits
+        message = position_bits(FULL_CHUNK, keep) + keep * codec.bits
+        return message + position_bits(FULL_CHUNK, down) + 17 * down // 10  # as in LetterCodec.bits_of
 
     # (K − 1)/K · bits(down) <= 7/8 · bits(most), in whole numbers: every replica must find the same.
     room = (FLAT_FROM - 1) * members * bits(most)
@@ -68,7 +70,7 @@ def cost_of(method: Method, slabs: Sequence[Slab], buffers: Sequence[int], membe
     """The costs of the patterns for payloads that are bytes. ``buffers`` are the sizes of floating buffers."""
     overhead = HEADER_BYTES + Seal().size
     codec = method.codec
-    payload = (sum(map(codec.bits_of, slabs)) + BUFFER_BITS // 2 * sum(buffers)) // 8
+    payload = (sum(map(codec.bits_of, slabs)) + BUFFER_BITS * sum(buffers)) // 8
     gathered = (members - 1) * (payload + overhead)
     if not method.may_shard:
         return Cost(gathered, None)
@@ -81,7 +83,7 @@ def cost_of(method: Method, slabs: Sequence[Slab], buffers: Sequence[int], membe
         for piece in dealt.pieces:
             bits[piece.part] += bits_of(piece.slab)
         for part, own in enumerate(dealt.buffers):
-            bits[part] += BUFFER_BITS // 2 * sum(buffers[number] for number in own)
+            bits[part] += BUFFER_BITS * sum(buffers[number] for number in own)
         longest += max(bits) // 8 + overhead  # shorter messages are padded
     return Cost(gathered, (members - 1) * longest)
 

@@ -1,9 +1,10 @@
 """How the parameters and buffers of a model are dealt out to owners, for the sharded exchange (sharded.py).
 
-The flat vector of all coefficients (coding/chunks.py), followed by the floating buffers, is cut into as many *parts* as
-there are replicas. Parts have about equal costs. A cut lies between two chunks, two plain values or two buffers. Every
-part has an owner, which averages it for all. The owners rotate with the rounds, so that no replica always has the
-largest part.
+Chunks, plain values and floating buffers are each cut into as many *parts* as there are replicas, of about equal costs.
+A part of the model is a run of chunks, a run of plain values and a run of buffers. They are cut apart because plain
+values cost as much in a message as in a letter, and chunks do not; and all messages to owners are padded to the longest
+one. Every part has an owner, which averages it for all. The owners rotate with the rounds, so that no replica always
+has the largest part.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from overtone.coding.chunks import Slab
-
-BUFFER_BITS = 64  # the cost of a value of a buffer: fp32 to its owner, and fp32 back
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Deal:
     """Which piece and which buffer belongs to which part."""
 
     parts: int
-    pieces: tuple[Piece, ...]  # in the order of the flat vector
+    pieces: tuple[Piece, ...]  # in the order of the flat vector, in which plain values come last
     buffers: tuple[range, ...]  # for each part: the numbers of its buffers
 
     @classmethod
@@ -52,9 +51,24 @@ def deal(slabs: Sequence[Slab], buffers: Sequence[int], parts: int, bits_of: Cal
 
     ``bits_of`` is the cost of a slab. All is computed in whole numbers: every replica must find the same.
     """
+    pieces: list[Piece] = []
+    for plain in (False, True):
+        pieces += _cut([slab for slab in slabs if slab.plain is plain], parts, bits_of)
+    # Each buffer belongs to the part in which its middle lies.
+    owned: list[list[int]] = [[] for _ in range(parts)]
+    before, total = 0, max(1, sum(buffers))
+    for number, size in enumerate(buffers):
+        owned[min(parts - 1, parts * (2 * before + size) // (2 * total))].append(number)
+        before += size
+    ranges = tuple(range(found[0], found[-1] + 1) if found else range(0) for found in owned)
+    return Deal(parts, tuple(pieces), ranges)
+
+
+def _cut(slabs: Sequence[Slab], parts: int, bits_of: Callable[[Slab], int]) -> Iterator[Piece]:
+    """Cut slabs of one kind into parts of about equal cost."""
     costs = [bits_of(slab) for slab in slabs]
-    share = max(1, -(-(sum(costs) + BUFFER_BITS * sum(buffers)) // parts))
-    pieces, before = [], 0
+    share = max(1, -(-sum(costs) // parts))
+    before = 0
     for slab, cost in zip(slabs, costs, strict=True):
         first, scale = 0, 2 * slab.units
         while first < slab.units:
@@ -63,12 +77,6 @@ def deal(slabs: Sequence[Slab], buffers: Sequence[int], parts: int, bits_of: Cal
             end = slab.units
             if part < parts - 1:
                 end = min(end, -((cost - scale * ((part + 1) * share - before)) // (2 * cost)))
-            pieces.append(Piece(part, slab.part(first, end - first)))
+            yield Piece(part, slab.part(first, end - first))
             first = end
         before += cost
-    starts: list[list[int]] = [[] for _ in range(parts)]
-    for number, size in enumerate(buffers):
-        starts[min(parts - 1, (before + BUFFER_BITS * size // 2) // share)].append(number)
-        before += BUFFER_BITS * size
-    ranges = tuple(range(found[0], found[-1] + 1) if found else range(0) for found in starts)
-    return Deal(parts, tuple(pieces), ranges)

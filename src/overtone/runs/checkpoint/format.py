@@ -242,6 +242,7 @@ def fold(
     own = files[rank % len(files)]
     for file in files:
         file.settle(take_back)
+    for file in files:
         if odd := {name for name in set(file.names) ^ set(own.names) if name.startswith(FOLDED)}:
             raise StateError(f"{file.path}: {min(odd)} is not in every old replica's state; they cannot be folded")
 

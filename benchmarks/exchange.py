@@ -1,0 +1,239 @@
+"""The sharded exchange and the delay, measured: `make exchange`.
+
+1. Bytes of a round for K = 2 to 64 replicas, on a transformer of 3.2 M parameters: gathered, sharded, DiLoCo's ring.
+2. Loss at K = 8 and 16: sharded against gathered at the same `keep`, on two texts, three seeds each.
+3. Loss with a delay of half a round and of a whole one against none, on two texts, three seeds each; and what a milder
+   outer momentum does.
+
+The texts are the embedded default and the King James Bible (kjv.txt, looked for in the directory of the flag --data).
+Runs are kept below runs/exchange, so that an interrupted study continues where it stopped. The results go to
+benchmarks/results/exchange.md and exchange.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+
+import overtone
+from cells import DATA, found, make
+from overtone import Cluster
+from overtone.report import comparison, history
+from overtone.report.comparison import Cell, Comparison
+from overtone.runs.config import Training
+from overtone.tasks import Language, TaskOptions, load_task
+
+RUNS = Path("runs/exchange")
+RESULTS = Path("benchmarks/results/exchange.md")
+SEEDS = (0, 1, 2)
+EVERY = 10
+STUDENT = {2: 12.706, 3: 4.303}  # 95 % quantile of Student's t for so many differences
+
+GATHERED, SHARDED = "decoupled:keep=64,exchange=gathered", "decoupled:keep=64,exchange=sharded"
+LIMIT = "decoupled:keep=128,exchange=gathered"  # at four replicas: the bytes that sharded may cost at 8 and 16
+DELAYS = {delay: f"decoupled:keep=128,exchange=gathered,delay={delay}" for delay in (0, EVERY // 2, EVERY)}
+MILD = f"{DELAYS[EVERY]},momentum=0.7"
+
+
+def texts(place: Path, language: Language) -> dict[str, TaskOptions]:
+    """The task on each text."""
+    task = TaskOptions(valid_samples=512, language=language)
+    settings = {"standard library": task}
+    if text := found(place, "kjv.txt"):
+        settings["King James Bible"] = replace(task, data=text)
+    return settings
+
+
+def study(place: Path) -> Iterator[tuple[str, str, int, list[Cell]]]:
+    """Name, text, replicas and runs of each group."""
+    for text, task in texts(place, Language(width=128, layers=2, heads=4)).items():
+        for replicas, methods in ((4, (LIMIT,)), (8, (GATHERED, SHARDED)), (16, (GATHERED, SHARDED))):
+            yield "shards", text, replicas, cells(f"shards/{text}/{replicas}", replicas, task, 400, 4, methods)
+    for text, task in texts(place, Language(width=64, layers=2, heads=4)).items():
+        yield "delay", text, 4, cells(f"delay/{text}", 4, task, 1000, 4, (*DELAYS.values(), MILD))
+
+
+def cells(name: str, replicas: int, task: TaskOptions, steps: int, batch: int, methods: Sequence[str]) -> list[Cell]:
+    asked = Comparison(
+        methods=tuple(methods),
+        seeds=SEEDS,
+        every=EVERY,
+        replicas=replicas,
+        task=task,
+        training=Training(steps=steps, batch=batch),
+        eval_every=steps // 4,
+        log_every=100,
+    )
+    return comparison.cells(asked, RUNS / name.replace(" ", "_"))
+
+
+# -- 1: bytes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one replica in a round, and in the last messages."""
+
+    replicas: int
+    method: str
+    parameters: int
+    sent: float
+    received: float
+    last: int
+
+
+def traffic(replicas: int, name: str, method: overtone.Method) -> Traffic:
+    """Two rounds and the last messages of a transformer of 3.2 M parameters on random tokens, from the ledger."""
+    task = load_task(TaskOptions(data="none", language=Language(width=256, layers=4, heads=4)), to_train=False)
+
+    def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = task.model()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    cluster = Cluster(build, method, replicas=replicas)
+    for _ in range(2):
+        for replica in cluster.turns():
+            tokens = torch.randint(256, (1, 33))
+            task.loss(replica.model, tokens).backward()
+        cluster.step()
+        for replica in cluster.replicas:
+            replica.inner.zero_grad()
+    cluster.finish()
+    counts = [replica.transport.ledger.counts for replica in cluster.replicas]
+    size = sum(p.numel() for p in cluster.replicas[0].model.parameters())
+    worst = max(counts, key=lambda count: max(count["rounds"].sent, count["rounds"].received))
+    return Traffic(replicas, name, size, worst["rounds"].sent / 2, worst["rounds"].received / 2, worst["finish"].sent)
+
+
+def all_traffic() -> list[Traffic]:
+    rows: dict[str, Callable[[], overtone.Method]] = {
+        "gathered": lambda: overtone.decoupled(every=1, keep=64, exchange="gathered"),
+        "sharded": lambda: overtone.decoupled(every=1, keep=64, exchange="sharded"),
+        "DiLoCo": lambda: overtone.diloco(every=1),
+    }
+    return [traffic(replicas, name, row()) for replicas in (2, 4, 8, 16, 32, 64) for name, row in rows.items()]
+
+
+# -- 2 and 3: loss ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run."""
+
+    part: str
+    text: str
+    replicas: int
+    method: str
+    seed: int
+    loss: float
+    sent: int
+    received: int
+
+
+def results(part: str, text: str, replicas: int, made: Sequence[Cell]) -> Iterator[Result]:
+    for cell in made:
+        run = history.load(cell.folder)
+        assert run.finish is not None
+        loss = run.loss("metrics")
+        assert loss is not None
+        finish = run.finish
+        yield Result(part, text, replicas, cell.entry, run.seed, loss, finish["bytes_sent"], finish["bytes_received"])
+
+
+def difference(rows: Sequence[Result], other: Sequence[Result]) -> tuple[float, float]:
+    """The mean of the paired relative differences in per cent, and half of its 95 % interval."""
+    by_seed = {row.seed: row.loss for row in other}
+    found = [100 * (row.loss / by_seed[row.seed] - 1) for row in rows]
+    half = STUDENT[len(found)] * stdev(found) / math.sqrt(len(found)) if len(found) in STUDENT else math.nan
+    return fmean(found), half
+
+
+def shown(rows: Sequence[Result], other: Sequence[Result]) -> str:
+    mean, half = difference(rows, other)
+    return f"{mean:+.2f} ± {half:.2f} %"
+
+
+def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
+    at = {(t.replicas, t.method): t for t in bytes_of}
+    size = bytes_of[0].parameters
+    lines = [
+        "# The sharded exchange and the delay",
+        "",
+        "Made by `make exchange` (benchmarks/exchange.py). Bytes are from the ledger of one replica.",
+        "",
+        f"## Bytes of a round, {size / 1e6:.1f} M parameters, keep 64",
+        "",
+        "| replicas | gathered | sharded, sent | received | DiLoCo's ring | gathered, fewer | sharded, fewer |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for replicas in sorted({t.replicas for t in bytes_of}):
+        gathered, sharded, ring = (at[replicas, name] for name in ("gathered", "sharded", "DiLoCo"))
+        worst = max(sharded.sent, sharded.received)
+        lines.append(
+            f"| {replicas} | {gathered.sent / 1e3:.0f} kB | {sharded.sent / 1e3:.0f} kB | {sharded.received / 1e3:.0f} kB "
+            f"| {ring.sent / 1e6:.1f} MB | {ring.sent / gathered.sent:.1f}x | {ring.sent / worst:.1f}x |"
+        )
+    growth = at[64, "sharded"].sent / at[4, "sharded"].sent
+    last = at[64, "sharded"].last / at[64, "sharded"].sent
+    lines += [
+        "",
+        f"From 4 to 64 replicas, sharded bytes grow {growth:.2f}x. The last messages cost {last:.1f} rounds.",
+        "",
+    ]
+    lines += ["## Loss: sharded against gathered, keep 64", ""]
+    lines += [
+        "| text | replicas | gathered | sharded | difference | MB sent | MB of gathered, keep 128, at 4 replicas |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|"]
+    shards = [r for r in found if r.part == "shards"]
+    for text in dict.fromkeys(r.text for r in shards):
+        limit = fmean(r.sent for r in shards if r.text == text and r.replicas == 4)
+        for replicas in (8, 16):
+            rows = [r for r in shards if (r.text, r.replicas) == (text, replicas)]
+            gathered, sharded = ([r for r in rows if pick in r.method] for pick in ("gathered", "sharded"))
+            lines.append(
+                f"| {text} | {replicas} | {fmean(r.loss for r in gathered):.4f} | {fmean(r.loss for r in sharded):.4f} | "
+                f"{shown(sharded, gathered)} | {fmean(r.sent for r in sharded) / 1e6:.2f} | {limit / 1e6:.2f} |"
+            )
+    lines += ["", "## Loss with a delay, every 10, keep 128, 4 replicas", ""]
+    lines += ["| text | none | delay 5 | delay 10 | delay 10, outer momentum 0.7 |", "|---|---|---|---|---|"]
+    delays = [r for r in found if r.part == "delay"]
+    for text in dict.fromkeys(r.text for r in delays):
+        rows = {name: [r for r in delays if r.text == text and r.method == name] for name in (*DELAYS.values(), MILD)}
+        none = rows[DELAYS[0]]
+        others = " | ".join(shown(rows[name], none) for name in (DELAYS[EVERY // 2], DELAYS[EVERY], MILD))
+        lines.append(f"| {text} | {fmean(r.loss for r in none):.4f} | {others} |")
+    lines += ["", "Differences are means of three seeds, paired by seed, with a 95 % interval (Student's t)."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, help="directory with kjv.txt")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
+    args = parser.parse_args()
+    begun = time.monotonic()
+    groups = list(study(args.data))
+    make(RUNS, [cell for *_, made in groups for cell in made], args.workers)
+    found = [result for group in groups for result in results(*group)]
+    bytes_of = all_traffic()
+    RESULTS.write_text(report(bytes_of, found))
+    with RESULTS.with_suffix(".csv").open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["part", "text", "replicas", "method", "seed", "loss", "bytes sent", "bytes received"])
+        table.writerows([*vars(result).values()] for result in found)
+    print(f"{len(found)} runs in {(time.monotonic() - begun) / 60:.0f} min; {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()
