@@ -94,7 +94,7 @@ def traffic(replicas: int, name: str, method: overtone.Method) -> Traffic:
     """Two rounds and the last messages of a transformer of 3.2 M parameters on random tokens, from the ledger."""
     task = load_task(TaskOptions(data="none", language=Language(width=256, layers=4, heads=4)), to_train=False)
 
-    def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def build(_: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = task.model()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -180,8 +180,9 @@ def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
         gathered, sharded, ring = (at[replicas, name] for name in ("gathered", "sharded", "DiLoCo"))
         worst = max(sharded.sent, sharded.received)
         lines.append(
-            f"| {replicas} | {gathered.sent / 1e3:.0f} kB | {sharded.sent / 1e3:.0f} kB | {sharded.received / 1e3:.0f} kB "
-            f"| {ring.sent / 1e6:.1f} MB | {ring.sent / gathered.sent:.1f}x | {ring.sent / worst:.1f}x |"
+            f"| {replicas} | {gathered.sent / 1e3:.0f} kB | {sharded.sent / 1e3:.0f} kB "
+            f"| {sharded.received / 1e3:.0f} kB | {ring.sent / 1e6:.1f} MB "
+            f"| {ring.sent / gathered.sent:.1f}x | {ring.sent / worst:.1f}x |"
         )
     growth = at[64, "sharded"].sent / at[4, "sharded"].sent
     last = at[64, "sharded"].last / at[64, "sharded"].sent
@@ -201,9 +202,10 @@ def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
         for replicas in (8, 16):
             rows = [r for r in shards if (r.text, r.replicas) == (text, replicas)]
             gathered, sharded = ([r for r in rows if pick in r.method] for pick in ("gathered", "sharded"))
+            losses = " | ".join(f"{fmean(r.loss for r in group):.4f}" for group in (gathered, sharded))
             lines.append(
-                f"| {text} | {replicas} | {fmean(r.loss for r in gathered):.4f} | {fmean(r.loss for r in sharded):.4f} | "
-                f"{shown(sharded, gathered)} | {fmean(r.sent for r in sharded) / 1e6:.2f} | {limit / 1e6:.2f} |"
+                f"| {text} | {replicas} | {losses} | {shown(sharded, gathered)} "
+                f"| {fmean(r.sent for r in sharded) / 1e6:.2f} | {limit / 1e6:.2f} |"
             )
     lines += ["", "## Loss with a delay, every 10, keep 128, 4 replicas", ""]
     lines += ["| text | none | delay 5 | delay 10 | delay 10, outer momentum 0.7 |", "|---|---|---|---|---|"]

@@ -128,7 +128,7 @@ CHAINS = {
     ],
     "inside a round": [
         before("exchange.round:Exchanger.start", step=4, until=saved(3)),
-        after("exchange.round:SlabWork.encode", rank=1, step=4),
+        after("exchange.slab_work:SlabWork.encode", rank=1, step=4),
         after("exchange.round:Exchanger.start", rank=0, step=4),
         before("transport:Gather.carry", rank=1, step=4, count=1),
         after("transport:Gather.carry", rank=0, step=4, count=1),
@@ -137,7 +137,7 @@ CHAINS = {
         before("exchange.round:Exchanger._absorb", rank=1, step=8),
         after("rules:Outer.absorb", rank=0, step=8),
         after("coding.layout:Layout.write_slab", rank=1, step=12, until=saved(9)),
-        after("exchange.round:SlabWork.absorb", rank=0, step=12),
+        after("exchange.slab_work:SlabWork.absorb", rank=0, step=12),
         after("exchange.round:Exchanger._absorb", rank=1, step=12),
         after("exchange.round:Exchanger._record", rank=0, step=12),
         after("replica:Replica.step", rank=1, step=16, until=saved(15)),

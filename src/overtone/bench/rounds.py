@@ -19,8 +19,8 @@ from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels
 from overtone.exchange.dealing import Deal
 from overtone.exchange.gathered import bytes_of
-from overtone.exchange.round import SlabWork
 from overtone.exchange.signals import Sources
+from overtone.exchange.slab_work import SlabWork
 from overtone.rules import Outer
 
 Shapes = Sequence[tuple[int, ...]]

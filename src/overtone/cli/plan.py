@@ -19,6 +19,7 @@ from overtone.codec import Payload
 from overtone.common import limits
 from overtone.common.limits import human_bytes
 from overtone.errors import ConfigError
+from overtone.exchange.choice import Cost, cost_of
 from overtone.exchange.message import HEADER_BYTES, Seal
 from overtone.ledger import Count
 from overtone.methods import METHODS, Method, method_named, takes
@@ -133,12 +134,18 @@ def round_bytes(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas:
         return 0, 0
     payload = sum(how(method, shape)[1] for shape in shapes.values())
     message = round(payload + HEADER_BYTES + Seal().size)
-    count = Count()
     if method.codec.payload is Payload.NUMBERS:
+        count = Count()
         count.summed(round(payload), replicas)
-    else:
-        count.gathered(message, replicas)
-    return message, count.sent
+        return message, count.sent
+    cost = _cost(method, shapes, replicas)
+    return message, cost.of(cost.chosen(method.exchange))
+
+
+def _cost(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> Cost:
+    """What the patterns would cost. Buffers are not counted: the model was built without them."""
+    slabs = method.codec.layout([torch.Size(shape) for shape in shapes.values()]).slabs
+    return cost_of(method, slabs, (), replicas)
 
 
 def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> str:
@@ -146,10 +153,27 @@ def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int
     if method.every is None:
         return f"{method.name}: {parameters / 1e6:.2f} M parameters, nothing is ever sent."
     message, sent = round_bytes(method, shapes, replicas)
-    pattern = "summed on the way" if method.codec.payload is Payload.NUMBERS else "gathered by all"
     lossy = "" if method.codec.lossless else f"\n{method.codec.describe()}"
     return (
         f"{method.name}: {parameters / 1e6:.2f} M parameters, {human_bytes(message)} per message, every "
-        f"{method.every} steps, {pattern}: each of {replicas} replicas sends about {human_bytes(sent)} a round, "
-        f"{8 * message / parameters:.3g} bits per parameter and message.{lossy}"
+        f"{method.every} steps, {_pattern(method, shapes, replicas)}: each of {replicas} replicas sends about "
+        f"{human_bytes(sent)} a round, {8 * message / parameters:.3g} bits per parameter and message.{lossy}"
     )
+
+
+def _pattern(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> str:
+    """How messages meet, and why in this way."""
+    if method.codec.payload is Payload.NUMBERS:
+        return "summed on the way"
+    cost = _cost(method, shapes, replicas)
+    chosen = cost.chosen(method.exchange)
+    words = {"gathered": "gathered by all", "sharded": "sharded (each replica averages a part of the model for all)"}
+    if cost.sharded is None or replicas == 1:
+        return words[chosen]
+    other = "sharded" if chosen == "gathered" else "gathered"
+    instead = f"{other} it would be about {human_bytes(cost.of(other))} a round"
+    if method.exchange != "auto":
+        return f"{words[chosen]}, as asked ({instead})"
+    if cost.of(other) > cost.of(chosen):
+        return f"{words[chosen]}, because that is cheaper ({instead})"
+    return f"{words[chosen]}, because sharding would save less than a tenth and take more hops ({instead})"

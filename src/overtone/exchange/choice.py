@@ -60,10 +60,17 @@ class Cost:
     gathered: int
     sharded: int | None  # None: the method cannot be sharded
 
-    @property
-    def cheaper(self) -> str:
-        """The pattern that "auto" chooses."""
+    def chosen(self, exchange: str) -> str:
+        """The pattern that a method's `exchange` means. Alone, a replica owns everything and sends nothing."""
+        if exchange != "auto" and self.gathered > 0:
+            return exchange
         return "sharded" if self.sharded is not None and self.sharded < WORTH * self.gathered else "gathered"
+
+    def of(self, pattern: str) -> int:
+        """The bytes of this pattern."""
+        found = self.gathered if pattern == "gathered" else self.sharded
+        assert found is not None, "a method that cannot be sharded"
+        return found
 
 
 def cost_of(method: Method, slabs: Sequence[Slab], buffers: Sequence[int], members: int) -> Cost:
@@ -96,13 +103,9 @@ def pattern_for(method: Method, context: Context, members: int) -> Pattern:
                 f"refused={context.refused!r}: payloads that are summed on the way leave nobody out; use 'raise'"
             )
         return Summed(context)
-    exchange = method.exchange
-    if exchange == "auto":
-        sizes = [shared.numel() for shared in context.buffers.shared]
-        exchange = cost_of(method, context.layout.slabs, sizes, members).cheaper
-    if members == 1:  # alone, a replica owns everything and sends nothing
-        exchange = "gathered"
-    return pattern_named(exchange, method, context, members)
+    sizes = [shared.numel() for shared in context.buffers.shared]
+    cost = cost_of(method, context.layout.slabs, sizes, members)
+    return pattern_named(cost.chosen(method.exchange), method, context, members)
 
 
 def pattern_named(name: str, method: Method, context: Context, members: int) -> Pattern:

@@ -13,47 +13,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from overtone.codec import Block, Codec, Decoded, Payload, TopK
+from overtone.codec import Block, Payload, TopK
 from overtone.coding import fingerprint
-from overtone.coding.chunks import Slab
-from overtone.coding.kernels import Kernels, kernels_for
-from overtone.coding.layout import Layout, inner_part, part_of, parts_of
+from overtone.coding.kernels import kernels_for
+from overtone.coding.layout import part_of
 from overtone.errors import GaveUpError, NotFiniteError, StateError
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.choice import letters_for, pattern_for, pattern_named
 from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
-from overtone.exchange.dealing import Deal
 from overtone.exchange.inner_step import InnerStep
 from overtone.exchange.message import NOBODY, Expected, Header, Kind, Seal
 from overtone.exchange.parameters import Parameters
 from overtone.exchange.pattern import Context, Contribution, Received
 from overtone.exchange.signals import Sources
+from overtone.exchange.slab_work import SlabWork
 from overtone.exchange.state import ExchangeState
 from overtone.ledger import Count, Round
 from overtone.methods import Method
-from overtone.rules import Rule, State
 from overtone.transport import Commit, Exchange, Transport, counted
 
 INTERRUPTED = "round {index} was interrupted on this replica, and part of its state has moved; go on from a checkpoint"
-
-
-class Averaged(Protocol):
-    """The part of `Received` that the work on a slab uses."""
-
-    def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
-        """The mean of all payloads for one slab. It may lie in ``out``."""
-        ...
-
-    def returned(self, slab: Slab) -> Iterable[tuple[Slab, Decoded]]:
-        """What this replica owes again of one slab."""
-        ...
 
 
 @dataclass
@@ -76,64 +61,6 @@ class Pending:
     def overlapped(self) -> bool:
         """True if local steps may follow before the round is finished."""
         return self.sources.measured_at is not None
-
-
-@dataclass(frozen=True)
-class SlabWork:
-    """The work of a round on each slab: a rule and a codec on one layout. `overtone bench codec` measures it."""
-
-    layout: Layout
-    kernels: Kernels
-    device: torch.device
-    rule: Rule
-    codec: Codec
-    deal: Deal
-
-    def encode(self, state: State, sources: Sources, *, scale: float = 1.0) -> tuple[list[Block], Tensor]:
-        """Signal → rule → codec → blocks. Returns the blocks, and the norm of the signal in each slab."""
-        layout = self.layout
-        plus = layout.matrices(sources.plus)
-        minus = None if sources.minus is None else layout.matrices(sources.minus)
-        blocks, norms = [], []
-        for slab in layout.slabs:
-            signal = replace(layout.read_slab(slab, plus, minus, self.device, self.kernels), scale=scale)
-            norms.append(signal.norm())
-            coeffs = self.rule.accumulate(parts_of(state, slab), signal)
-            for number in self.deal.inside(slab):
-                piece = self.deal.pieces[number].slab
-                block, decoded = self.codec.encode(inner_part(coeffs, slab, piece), piece, self.kernels)
-                # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is
-                # refused.
-                self.rule.sent(parts_of(state, piece), decoded)
-                blocks.append(block)
-        return blocks, torch.stack(norms)
-
-    def absorb(self, state: State, received: Averaged, targets: Sequence[Tensor]) -> None:
-        """Mean of all payloads → rule → ``targets``."""
-        layout = self.layout
-        matrices = layout.matrices(targets)
-        for slab in layout.slabs:
-            mean = received.mean(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
-            here = parts_of(state, slab)
-            for piece, decoded in received.returned(slab):
-                self.rule.withdraw(parts_of(state, piece), decoded)
-            layout.write_slab(slab, self.rule.absorb(here, mean, self.kernels), matrices, self.kernels)
-        for matrix, target in zip(matrices, targets, strict=True):
-            # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.
-            if matrix.data_ptr() != target.data_ptr():
-                target.copy_(matrix.view(target.shape))
-
-    def withdraw(self, state: State, blocks: Sequence[Block]) -> bool:
-        """Put the blocks back into the residual, because no receiver counted them.
-
-        Returns True if their signal stays in the state.
-        """
-        kept = False
-        # Not strict: a replica that could not encode has no blocks.
-        for piece, block in zip(self.deal.pieces, blocks, strict=False):
-            decoded = self.codec.decode_own(block, piece.slab, self.kernels)
-            kept |= self.rule.withdraw(parts_of(state, piece.slab), decoded)
-        return kept
 
 
 class Exchanger:

@@ -1,0 +1,88 @@
+"""The work of a round on each slab: a rule and a codec on one layout. `overtone bench codec` measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overtone.codec import Block, Codec, Decoded
+from overtone.coding.chunks import Slab
+from overtone.coding.kernels import Kernels
+from overtone.coding.layout import Layout, inner_part, parts_of
+from overtone.exchange.dealing import Deal
+from overtone.exchange.signals import Sources
+from overtone.rules import Rule, State
+
+
+class Averaged(Protocol):
+    """The part of `Received` that the work on a slab uses."""
+
+    def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
+        """The mean of all payloads for one slab. It may lie in ``out``."""
+        ...
+
+    def returned(self, slab: Slab) -> Iterable[tuple[Slab, Decoded]]:
+        """What this replica owes again of one slab."""
+        ...
+
+
+@dataclass(frozen=True)
+class SlabWork:
+    """A rule and a codec at work on the slabs of a layout, each of which is dealt into pieces."""
+
+    layout: Layout
+    kernels: Kernels
+    device: torch.device
+    rule: Rule
+    codec: Codec
+    deal: Deal
+
+    def encode(self, state: State, sources: Sources, *, scale: float = 1.0) -> tuple[list[Block], Tensor]:
+        """Signal → rule → codec → blocks. Returns the blocks, and the norm of the signal in each slab."""
+        layout = self.layout
+        plus = layout.matrices(sources.plus)
+        minus = None if sources.minus is None else layout.matrices(sources.minus)
+        blocks, norms = [], []
+        for slab in layout.slabs:
+            signal = replace(layout.read_slab(slab, plus, minus, self.device, self.kernels), scale=scale)
+            norms.append(signal.norm())
+            coeffs = self.rule.accumulate(parts_of(state, slab), signal)
+            for number in self.deal.inside(slab):
+                piece = self.deal.pieces[number].slab
+                block, decoded = self.codec.encode(inner_part(coeffs, slab, piece), piece, self.kernels)
+                # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is
+                # refused.
+                self.rule.sent(parts_of(state, piece), decoded)
+                blocks.append(block)
+        return blocks, torch.stack(norms)
+
+    def absorb(self, state: State, received: Averaged, targets: Sequence[Tensor]) -> None:
+        """Mean of all payloads → rule → ``targets``."""
+        layout = self.layout
+        matrices = layout.matrices(targets)
+        for slab in layout.slabs:
+            mean = received.mean(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
+            here = parts_of(state, slab)
+            for piece, decoded in received.returned(slab):
+                self.rule.withdraw(parts_of(state, piece), decoded)
+            layout.write_slab(slab, self.rule.absorb(here, mean, self.kernels), matrices, self.kernels)
+        for matrix, target in zip(matrices, targets, strict=True):
+            # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.
+            if matrix.data_ptr() != target.data_ptr():
+                target.copy_(matrix.view(target.shape))
+
+    def withdraw(self, state: State, blocks: Sequence[Block]) -> bool:
+        """Put the blocks back into the residual, because no receiver counted them.
+
+        Returns True if their signal stays in the state.
+        """
+        kept = False
+        # Not strict: a replica that could not encode has no blocks.
+        for piece, block in zip(self.deal.pieces, blocks, strict=False):
+            decoded = self.codec.decode_own(block, piece.slab, self.kernels)
+            kept |= self.rule.withdraw(parts_of(state, piece.slab), decoded)
+        return kept
