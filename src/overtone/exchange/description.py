@@ -20,6 +20,10 @@ from overtone.version import __version__
 
 Description = dict[str, object]
 
+# These do not change the meaning of a saved state: the version, the policy for refused messages, how messages meet,
+# and when their answer is absorbed.
+NO_MATTER = ("overtone", "wire", "refused", "exchange", "keep_down", "delay")
+
 
 def describe(method: Method, parameters: Mapping[str, Tensor], buffers: Buffers, refused: str) -> Description:
     """Method, model and version as a flat table of printable values."""
@@ -64,8 +68,7 @@ def _read(rank: int, raw: bytes) -> Description:
 
 def compare_saved(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
     """Refuse a saved state of another model or method. The version may differ, as long as the state fits."""
-    # Neither the version nor the policy for refused messages changes the meaning of a state.
-    keys = [key for key in _differing([saved, here]) if key not in ("overtone", "wire", "refused")]
+    keys = [key for key in _differing([saved, here]) if key not in NO_MATTER]
     differences = [
         f"{key}: {saved.get(key, 'absent')} in the saved state, {here.get(key, 'absent')} here" for key in keys
     ]
