@@ -161,10 +161,16 @@ class Replica:
         absorbed = self._absorb() if self.exchanger.must_absorb else None
         if not due:
             return absorbed
-        if self.method.delay:
-            self._launch(self.exchanger.start(self._inner_step, overlapped=True))
+        pending = self.exchanger.start(self._inner_step, overlapped=self.method.delay > 0)
+        if pending.overlapped:
+            self._launch(pending)
             return absorbed
-        return run_exchange(self.rounding(), self.transport, "rounds")
+        try:
+            run_exchange(pending.exchange, self.transport, "rounds")
+        except BaseException:  # an interrupt too
+            self.exchanger.refuse(pending)
+            raise
+        return self.exchanger.finish(pending)
 
     def finish(self) -> list[Round]:
         """Bring all replicas to the same weights. These are the weights to save.

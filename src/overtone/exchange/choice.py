@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from overtone.codec import FULL_CHUNK, Payload, TopK, position_bits
+from overtone.codec import Payload, TopK
 from overtone.coding.chunks import Slab
 from overtone.errors import MethodError
 from overtone.exchange.dealing import deal
 from overtone.exchange.gathered import Gathered
-from overtone.exchange.letters import LetterCodec
+from overtone.exchange.letters import letters_for
 from overtone.exchange.message import HEADER_BYTES, Seal
 from overtone.exchange.pattern import Context, Pattern
 from overtone.exchange.sharded import Sharded
@@ -18,39 +18,7 @@ from overtone.exchange.summed import Summed
 from overtone.methods import Method
 
 BUFFER_BITS = 32  # a value of a buffer travels as fp32
-ENOUGH = 448  # coefficients of a letter, of each 64 x 64 chunk; more were not better (benchmarks/exchange.py)
-FLAT_FROM = 8  # replicas; with more of them, letters shrink a little, so that a replica's bytes stay the same
 WORTH = 0.9  # "auto" shards if that costs less than this share of a gather, since it takes more hops
-
-
-def letters_for(codec: TopK, keep_down: int | None, members: int) -> LetterCodec:
-    """The codec of the owners' letters among so many replicas."""
-    # Letters have layers of one bit, or values that are as exact as those of messages.
-    bits = {1: 1, 2: 1, 32: 32}.get(codec.bits, 16)
-    return LetterCodec(replace(codec, keep=keep_down or default_keep_down(codec, members), bits=bits))
-
-
-def default_keep_down(codec: TopK, members: int) -> int:
-    """How many coefficients of a 64 x 64 chunk a letter has: 7 times as many as a message, at most 448 (twice as many
-    as a message, if that is more), and no more than all messages together have.
-
-    A replica sends and receives (K − 1)/K of a message and of a letter. From eight replicas on, letters have as much
-    less as this factor grows.
-    """
-    keep = codec.keep
-    most = min(FULL_CHUNK, 7 * keep, max(ENOUGH, 2 * keep), members * keep)
-    if members <= FLAT_FROM:
-        return most
-
-    def bits(down: int) -> int:
-        message = position_bits(FULL_CHUNK, keep) + keep * codec.bits
-        return message + position_bits(FULL_CHUNK, down) + 17 * down // 10  # as in LetterCodec.bits_of
-
-    # (K − 1)/K · bits(down) <= 7/8 · bits(most), in whole numbers: every replica must find the same.
-    room = (FLAT_FROM - 1) * members * bits(most)
-    while most > keep and FLAT_FROM * (members - 1) * bits(most) > room:
-        most -= 1
-    return most
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ has the largest part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from overtone.coding.chunks import Slab
 
@@ -21,6 +21,7 @@ class Piece:
 
     part: int
     slab: Slab
+    of: int  # the offset of the slab of the layout that it is a piece of
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,26 @@ class Deal:
     parts: int
     pieces: tuple[Piece, ...]  # in the order of the flat vector, in which plain values come last
     buffers: tuple[range, ...]  # for each part: the numbers of its buffers
+    inside: dict[int, list[int]] = field(init=False)  # by the offset of a slab: the numbers of its pieces
 
     @classmethod
     def whole(cls, slabs: Sequence[Slab], buffers: int) -> Deal:
         """All slabs and buffers in one part, for exchanges without owners."""
-        return cls(1, tuple(Piece(0, slab) for slab in slabs), (range(buffers),))
+        return cls(1, tuple(Piece(0, slab, slab.offset) for slab in slabs), (range(buffers),))
 
     def of(self, part: int) -> list[Slab]:
         """The pieces of a part."""
         return [piece.slab for piece in self.pieces if piece.part == part]
 
-    def inside(self, slab: Slab) -> Iterator[int]:
-        """The numbers of the pieces into which a slab of the layout is cut."""
-        end = slab.offset + slab.size
-        return (n for n, piece in enumerate(self.pieces) if slab.offset <= piece.slab.offset < end)
+    def __post_init__(self) -> None:
+        # A frozen dataclass can set its own fields only in this way.
+        object.__setattr__(self, "inside", self._by_slab())
+
+    def _by_slab(self) -> dict[int, list[int]]:
+        inside: dict[int, list[int]] = {}
+        for number, piece in enumerate(self.pieces):
+            inside.setdefault(piece.of, []).append(number)
+        return inside
 
 
 def deal(slabs: Sequence[Slab], buffers: Sequence[int], parts: int, bits_of: Callable[[Slab], int]) -> Deal:
@@ -77,6 +84,6 @@ def _cut(slabs: Sequence[Slab], parts: int, bits_of: Callable[[Slab], int]) -> I
             end = slab.units
             if part < parts - 1:
                 end = min(end, -((cost - scale * ((part + 1) * share - before)) // (2 * cost)))
-            yield Piece(part, slab.part(first, end - first))
+            yield Piece(part, slab.part(first, end - first), slab.offset)
             first = end
         before += cost

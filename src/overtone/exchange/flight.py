@@ -62,7 +62,7 @@ def restore(saved: Mapping[str, Any], exchanger: Exchanger, inner_step: InnerSte
     mine = Contribution(header, work.codec, why=saved["why"])
     if not mine.why:
         blocks, buffers = _restore_blocks(saved["blocks"]), _restore_blocks(saved["buffers"])
-        mine = exchanger.contribution(header, exchanger.method, work, blocks, buffers, sources)
+        mine = Contribution(header, work.codec, work.deal, blocks, buffers, exchanger.method.keep_down)
     seconds = 0.0  # of encoding: an earlier session spent them
     pending = Pending(work, mine, inner_step, sources, header.steps, saved["norms"], seconds, list(saved["buffers_at"]))
     return exchanger.resume(pending)

@@ -66,7 +66,8 @@ class Gathered:
             reader = Reader(message.body)
             if self.context.flags:
                 self.context.unpack_flags(reader)
-            self.context.buffers.unpack(reader, self._deal.buffers[0])
+            if self._deal.buffers[0]:
+                self.context.buffers.unpack(reader, self._deal.buffers[0])
             check_payload(mine.codec, reader, self.context.layout, self.context.kernels)
         return message
 

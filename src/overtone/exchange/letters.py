@@ -11,18 +11,31 @@ Legend: c chunks in a piece, a values in a chunk, n values of all chunks in a la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from overtone.codec import MOST_BF16, Block, Decoded, TopK, Values, open_exceptions, open_steps, pack_exceptions
+from overtone.codec import (
+    FULL_CHUNK,
+    MOST_BF16,
+    Block,
+    Decoded,
+    TopK,
+    Values,
+    open_exceptions,
+    open_steps,
+    pack_exceptions,
+    position_bits,
+)
 from overtone.coding.bits import Reader, bytes_tensor, field_bytes, tensor_bytes, unpack_fields
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels
 from overtone.coding.kernels.in_torch import EXCEPTIONAL, FRACTION, grid, largest_step
 from overtone.errors import NotFiniteError, WireError
 
+ENOUGH = 448  # coefficients of a letter, of each 64 x 64 chunk; more were not better (benchmarks/exchange.py)
+FLAT_FROM = 8  # replicas; with more of them, letters shrink a little, so that a replica's bytes stay the same
 PASSES = 4  # how often values are assigned to layers, and the mean magnitudes of the layers are computed again
 
 
@@ -142,6 +155,36 @@ class LetterCodec:
             return decoded
 
         return index, values
+
+
+def letters_for(codec: TopK, keep_down: int | None, members: int) -> LetterCodec:
+    """The codec of the owners' letters among so many replicas."""
+    # Letters have layers of one bit, or values that are as exact as those of messages.
+    bits = {1: 1, 2: 1, 32: 32}.get(codec.bits, 16)
+    return LetterCodec(replace(codec, keep=keep_down or default_keep_down(codec, members), bits=bits))
+
+
+def default_keep_down(codec: TopK, members: int) -> int:
+    """How many coefficients of a 64 x 64 chunk a letter has: 7 times as many as a message, at most 448 (twice as many
+    as a message, if that is more), and no more than all messages together have.
+
+    A replica sends and receives (K − 1)/K of a message and of a letter. From eight replicas on, letters have as much
+    less as this factor grows.
+    """
+    keep = codec.keep
+    most = min(FULL_CHUNK, 7 * keep, max(ENOUGH, 2 * keep), members * keep)
+    if members <= FLAT_FROM:
+        return most
+
+    def bits(down: int) -> int:
+        message = position_bits(FULL_CHUNK, keep) + keep * codec.bits
+        return message + position_bits(FULL_CHUNK, down) + 17 * down // 10  # as in LetterCodec.bits_of
+
+    # (K − 1)/K · bits(down) <= 7/8 · bits(most), in whole numbers: every replica must find the same.
+    room = (FLAT_FROM - 1) * members * bits(most)
+    while most > keep and FLAT_FROM * (members - 1) * bits(most) > room:
+        most -= 1
+    return most
 
 
 # -- magnitudes ------------------------------------------------------------------------------------------------------

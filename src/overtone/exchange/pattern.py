@@ -24,7 +24,6 @@ from overtone.errors import MethodError
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.consensus import MOST_TEXT
 from overtone.exchange.dealing import Deal
-from overtone.exchange.letters import LetterCodec
 from overtone.exchange.message import Expected, Header, Kind, Seal
 from overtone.rules import State
 from overtone.transport import Exchange
@@ -42,7 +41,7 @@ class Contribution:
     deal: Deal | None = None  # into which pieces and parts the blocks and buffers are dealt
     blocks: Sequence[Block] = ()  # one for each piece
     buffers: Sequence[Block] = ()  # one for each part
-    letters: LetterCodec | None = None  # the codec of the owners' letters, where there are owners
+    keep_down: int | None = None  # the method's own, for the owners' letters
     present: Sequence[bool] = ()  # for each parameter: it has a signal; empty if that need not be sent
     why: str = ""  # the reason, if there are no blocks
 

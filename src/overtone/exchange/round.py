@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from overtone.codec import Block, Payload, TopK
+from overtone.codec import Payload
 from overtone.coding import fingerprint
 from overtone.coding.kernels import kernels_for
 from overtone.coding.layout import part_of
 from overtone.errors import GaveUpError, NotFiniteError, StateError
 from overtone.exchange.buffers import Buffers
-from overtone.exchange.choice import letters_for, pattern_for, pattern_named
+from overtone.exchange.choice import pattern_for, pattern_named
 from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
 from overtone.exchange.inner_step import InnerStep
 from overtone.exchange.message import NOBODY, Expected, Header, Kind, Seal
@@ -92,6 +92,7 @@ class Exchanger:
         flags = len(parameters.exchanged) if self.signal.tells_presence else 0
         self._context = Context(self.layout, self.kernels, buffers, seal, self.device, refused, flags)
         self.pattern = pattern_for(method, self._context, transport.size)
+        self._deal = self.pattern.deal(transport.size)
         self.in_flight: Pending | None = None  # the round whose exchange goes on beside the training
 
     # -- first half ------------------------------------------------------------------------------------------------
@@ -105,6 +106,7 @@ class Exchanger:
         """
         begin = time.perf_counter()
         row = method or self.method
+        work, scale = self.work(row), self._loss_scale(inner_step)
         if self.state.under_way:
             raise StateError("start: a round is under way already; finish it, or load a saved state")
         header = self.header(Kind.ROUND if method is None else Kind.DRAIN)
@@ -120,13 +122,12 @@ class Exchanger:
             header = replace(header, kind=Kind.ABSTAIN if self._may_skip(inner_step) else Kind.FAILURE)
         elif why := self.buffers.not_finite():
             header = replace(header, kind=Kind.FAILURE)
-        work = self.work(row)
         mine, norms = Contribution(header, row.codec, why=why), torch.tensor([math.nan])
         if not why:
             buffers = self.buffers.blocks(work.deal.buffers, as_numbers=row.codec.payload is Payload.NUMBERS)
             try:
-                blocks, norms = work.encode(self.state.tensors, sources, scale=self._loss_scale(inner_step))
-                mine = self.contribution(header, row, work, blocks, buffers, sources)
+                blocks, norms = work.encode(self.state.tensors, sources, scale=scale)
+                mine = Contribution(header, row.codec, work.deal, blocks, buffers, row.keep_down, sources.present)
             except NotFiniteError as error:
                 # The signal is finite, but its sum with the residual is not. Some slabs of the state have changed
                 # already. They need no repair: with such a residual no further round is possible.
@@ -149,25 +150,12 @@ class Exchanger:
 
     def work(self, row: Method, pattern: str | None = None, members: int = 0) -> SlabWork:
         """The work of a round of this method. ``pattern`` and ``members`` are those of another world, if given."""
-        if pattern is None:
-            deal = self.pattern.deal(len(self.transport.peers))
-        else:
+        deal, peers = self._deal, len(self.transport.peers)
+        if pattern is not None:
             deal = pattern_named(pattern, row, self._context, members).deal(members)
+        elif peers != self.transport.size:  # some are away
+            deal = self.pattern.deal(peers)
         return SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal)
-
-    def contribution(
-        self,
-        header: Header,
-        row: Method,
-        work: SlabWork,
-        blocks: Sequence[Block],
-        buffers: Sequence[Block],
-        sources: Sources,
-    ) -> Contribution:
-        """The contribution of this replica to a round of the method ``row``."""
-        peers, codec = len(self.transport.peers), row.codec
-        letters = letters_for(codec, row.keep_down, peers) if isinstance(codec, TopK) else None
-        return Contribution(header, codec, work.deal, blocks, buffers, letters, sources.present)
 
     def header(self, kind: Kind) -> Header:
         """The header of this replica's next message."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from overtone.codec import Block, Codec, Decoded, mean_of_blocks
+from overtone.codec import Block, Codec, Decoded, TopK, mean_of_blocks
 from overtone.coding.bits import Reader
 from overtone.coding.chunks import Slab
 from overtone.coding.layout import inner_part
@@ -27,7 +27,7 @@ from overtone.errors import NotFiniteError, WireError
 from overtone.exchange.buffers import pack_values
 from overtone.exchange.consensus import Inbox, agree
 from overtone.exchange.dealing import Deal, deal
-from overtone.exchange.letters import LetterCodec
+from overtone.exchange.letters import LetterCodec, letters_for
 from overtone.exchange.message import Expected, Header, Kind, Message, seal_message, unseal_message
 from overtone.exchange.pattern import WITH_PAYLOAD, Context, Contribution, Received
 from overtone.rules import State
@@ -68,7 +68,10 @@ class Sharded:
         seconds = time.perf_counter() - begin
         left_out = yield from agree(inbox, mine.header, expected, context.seal, context.refused)
         counted = {rank: message for rank, message in inbox.messages.items() if rank not in left_out}
-        received = _Letters([m.header for m in counted.values()], left_out, seconds, counted, mine, context, owners)
+        headers = [message.header for message in counted.values()]
+        assert isinstance(mine.codec, TopK)
+        codec = letters_for(mine.codec, mine.keep_down, members)
+        received = _Letters(headers, left_out, seconds, counted, mine, context, owners, codec)
         if any(header.kind is not mine.header.kind for header in received.headers) or not mine.blocks:
             return received  # the last messages, or a round that will be refused: nothing is to be averaged
         yield from self._pass_on(received, expected, peers)
@@ -123,6 +126,7 @@ class _Letters(Received):
     mine: Contribution
     context: Context
     owners: list[int]
+    codec: LetterCodec
     letters: dict[int, Message] = field(default_factory=dict)  # by owner
     lost: dict[int, str] = field(default_factory=dict)  # by owner: why its letter does not count
     not_finite: int | None = None
@@ -136,11 +140,6 @@ class _Letters(Received):
     def _deal(self) -> Deal:
         assert self.mine.deal is not None
         return self.mine.deal
-
-    @property
-    def _codec(self) -> LetterCodec:
-        assert self.mine.letters is not None
-        return self.mine.letters
 
     @property
     def absent(self) -> list[int]:
@@ -169,7 +168,7 @@ class _Letters(Received):
         total = torch.empty(piece.chunks, piece.area)
         # Divided by all members, as in the gathered pattern: who is left out still owes its payload.
         average = mean_of_blocks(codec, readers, piece, members, total, over_senders=False, kernels=kernels)
-        block, passed = self._codec.encode(average, piece, kernels)
+        block, passed = self.codec.encode(average, piece, kernels)
         exact = average if passed.index is None else average.view(-1)[passed.index]
         self._owed[number] = replace(passed, values=(exact - passed.values) * float(members))
         return block
@@ -186,7 +185,7 @@ class _Letters(Received):
         part, reader = self.owners.index(owner), Reader(letter.body)
         self.context.buffers.unpack(reader, self._deal.buffers[part])
         for piece in self._deal.of(part):
-            self._codec.check(reader, piece, self.context.kernels)
+            self.codec.check(reader, piece, self.context.kernels)
         reader.end()
         return letter
 
@@ -212,16 +211,16 @@ class _Letters(Received):
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:  # noqa: ARG002
         self._passed.clear()
         out.zero_()
-        for number in self._deal.inside(slab):
+        for number in self._deal.inside[slab.offset]:
             piece = self._deal.pieces[number]
             if reader := self._readers.get(self.owners[piece.part]):
-                self._passed[number] = self._codec.decode(reader, piece.slab, self.context.kernels)
+                self._passed[number] = self.codec.decode(reader, piece.slab, self.context.kernels)
                 self._passed[number].add_to(inner_part(out, slab, piece.slab))
         return out
 
     def returned(self, slab: Slab) -> Iterator[tuple[Slab, Decoded]]:
         rank, kernels = self.mine.header.sender, self.context.kernels
-        for number in self._deal.inside(slab):
+        for number in self._deal.inside[slab.offset]:
             piece = self._deal.pieces[number]
             passed = self._passed.get(number)
             if rank not in self.left_out:  # else the whole contribution is taken back

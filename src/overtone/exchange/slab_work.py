@@ -51,9 +51,10 @@ class SlabWork:
             signal = replace(layout.read_slab(slab, plus, minus, self.device, self.kernels), scale=scale)
             norms.append(signal.norm())
             coeffs = self.rule.accumulate(parts_of(state, slab), signal)
-            for number in self.deal.inside(slab):
+            for number in self.deal.inside[slab.offset]:
                 piece = self.deal.pieces[number].slab
-                block, decoded = self.codec.encode(inner_part(coeffs, slab, piece), piece, self.kernels)
+                here = coeffs if piece is slab else inner_part(coeffs, slab, piece)
+                block, decoded = self.codec.encode(here, piece, self.kernels)
                 # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is
                 # refused.
                 self.rule.sent(parts_of(state, piece), decoded)
@@ -67,8 +68,9 @@ class SlabWork:
         for slab in layout.slabs:
             mean = received.mean(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
             here = parts_of(state, slab)
-            for piece, decoded in received.returned(slab):
-                self.rule.withdraw(parts_of(state, piece), decoded)
+            if self.deal.parts > 1:
+                for piece, decoded in received.returned(slab):
+                    self.rule.withdraw(parts_of(state, piece), decoded)
             layout.write_slab(slab, self.rule.absorb(here, mean, self.kernels), matrices, self.kernels)
         for matrix, target in zip(matrices, targets, strict=True):
             # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.
