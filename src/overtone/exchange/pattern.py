@@ -56,6 +56,7 @@ class Received(ABC):
     headers: list[Header]  # of the messages that count, in rank order
     left_out: dict[int, str]  # by rank: why its message does not count
     seconds: float  # spent on opening and checking the messages
+    may_return: bool = False  # some of what this replica sent may not count (see `returned`)
     not_finite: int | None  # the position in the sum of the first value that is not finite
 
     @property

@@ -130,6 +130,7 @@ class _Letters(Received):
     letters: dict[int, Message] = field(default_factory=dict)  # by owner
     lost: dict[int, str] = field(default_factory=dict)  # by owner: why its letter does not count
     not_finite: int | None = None
+    may_return = True
 
     def __post_init__(self) -> None:
         self._readers: dict[int, Reader] = {}  # by owner: reads its letter

@@ -21,6 +21,8 @@ from overtone.rules import Rule, State
 class Averaged(Protocol):
     """The part of `Received` that the work on a slab uses."""
 
+    may_return: bool
+
     def mean(self, slab: Slab, out: Tensor, *, over_senders: bool) -> Tensor:
         """The mean of all payloads for one slab. It may lie in ``out``."""
         ...
@@ -68,7 +70,7 @@ class SlabWork:
         for slab in layout.slabs:
             mean = received.mean(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
             here = parts_of(state, slab)
-            if self.deal.parts > 1:
+            if received.may_return:
                 for piece, decoded in received.returned(slab):
                     self.rule.withdraw(parts_of(state, piece), decoded)
             layout.write_slab(slab, self.rule.absorb(here, mean, self.kernels), matrices, self.kernels)
