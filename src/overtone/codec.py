@@ -28,6 +28,7 @@ from overtone.errors import MethodError, NotFiniteError, WireError
 
 BITS = (1, 2, 4, 8, 16, 32)
 MOST_BF16 = torch.finfo(torch.bfloat16).max  # a larger value is sent as this one; the rest stays in the residual
+NO_EXCEPTIONS = bytes(4)  # their number is 0
 FULL_CHUNK = 64 * 64  # `keep` counts coefficients per chunk of this area; other chunks keep in proportion
 MOST_CHUNK = 1024  # sums over larger chunks would not be exact any more (kernels.quantize)
 
@@ -330,7 +331,8 @@ def encode_values(
         step, codes, far = kernels.quantize(values, bits)
         # Decoded from the bf16 step that is sent, so that the sender and the receivers hold the same values.
         decoded = grid(codes, step, bits)
-        data = tensor_bytes(step) + kernels.pack_codes(codes, bits) + pack_exceptions(values, decoded, far, kernels)
+        exceptions = pack_exceptions(values, decoded, far, kernels) if far.numel() else NO_EXCEPTIONS
+        data = b"".join((tensor_bytes(step), kernels.pack_codes(codes, bits), exceptions))
     if index is not None:
         data = kernels.pack_positions(index, coeffs.shape[1]) + data
     return data, decoded, index
@@ -392,12 +394,10 @@ def open_exceptions(reader: Reader, n: int, where: str, kernels: Kernels) -> tup
 
 def pack_exceptions(values: Tensor, decoded: Tensor, far: Tensor, kernels: Kernels) -> bytes:
     """The exceptions at the places ``far`` of a list of values: their bytes. ``decoded`` gets what they decode to."""
-    data = far.numel().to_bytes(4, "little")
-    if far.numel():
-        exact = values.reshape(-1)[far].clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
-        decoded.view(-1)[far] = exact.float()
-        data += kernels.pack_positions(far.view(1, -1), values.numel()) + tensor_bytes(exact)
-    return data
+    exact = values.reshape(-1)[far].clamp(-MOST_BF16, MOST_BF16).to(torch.bfloat16)
+    decoded.view(-1)[far] = exact.float()
+    places = kernels.pack_positions(far.view(1, -1), values.numel())
+    return b"".join((far.numel().to_bytes(4, "little"), places, tensor_bytes(exact)))
 
 
 def mean_of_blocks(

@@ -235,9 +235,7 @@ class Replica:
             self._inner_step.take()
         else:
             self._inner_step.must_wait(self.method.name)
-        # Counted even if a GradScaler skipped the step: all replicas must reach the round at the same count.
-        self.state.steps += 1
-        return self.exchanger.is_due
+        return self.exchanger.count_step()
 
     # -- a round in flight -----------------------------------------------------------------------------------------
 

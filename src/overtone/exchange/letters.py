@@ -19,6 +19,7 @@ from torch import Tensor
 from overtone.codec import (
     FULL_CHUNK,
     MOST_BF16,
+    NO_EXCEPTIONS,
     Block,
     Decoded,
     TopK,
@@ -100,7 +101,8 @@ class LetterCodec:
         codes = (values >= 0).to(torch.uint8)
         decoded = grid(codes.view(-1, 1), step[chunk], bits).view(-1)
         data += tensor_bytes(step) + kernels.pack_codes(codes, bits)
-        return data + pack_exceptions(values, decoded, far, kernels), decoded
+        exceptions = pack_exceptions(values, decoded, far, kernels) if far.numel() else NO_EXCEPTIONS
+        return data + exceptions, decoded
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

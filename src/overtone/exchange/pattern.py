@@ -8,8 +8,9 @@ all replicas (sharded.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -55,14 +56,10 @@ class Received(ABC):
 
     headers: list[Header]  # of the messages that count, in rank order
     left_out: dict[int, str]  # by rank: why its message does not count
+    lost: Mapping[int, str] = MappingProxyType({})  # by owner: why its letter does not count
     seconds: float  # spent on opening and checking the messages
     may_return: bool = False  # some of what this replica sent may not count (see `returned`)
     not_finite: int | None  # the position in the sum of the first value that is not finite
-
-    @property
-    def absent(self) -> list[int]:
-        """The ranks whose message, or whose letter, does not count."""
-        return sorted(self.left_out)
 
     @abstractmethod
     def reason(self, rank: int) -> str:

@@ -213,9 +213,10 @@ class Exchanger:
         told = self.parameters.overflowing_sum(tensor, self._signal_name, self.state.steps)
         return GaveUpError(f"round {self.state.rounds}: {told}")
 
-    @property
-    def is_due(self) -> bool:
-        """True if the next round is to start now."""
+    def count_step(self) -> bool:
+        """Count a local step. Returns True if the next round is to start now."""
+        # Counted even if a GradScaler skipped the step: all replicas must reach the round at the same count.
+        self.state.steps += 1
         if self.method.every is None:
             return False
         began = self.state.steps_at_round if self.in_flight is None else self.in_flight.steps
@@ -291,7 +292,7 @@ class Exchanger:
             drift_norm=_norm(pending.norms),
             residual_norm=_norm(tensors["residual"]) if "residual" in tensors else 0.0,
             anchor_fingerprint=(self.fingerprint() if "anchor" in tensors else anchor).hex(),
-            left_out=tuple(received.absent),
+            left_out=tuple(sorted({*received.left_out, *received.lost})),
         )
         state.rounds += 1
         state.steps_at_round = pending.steps

@@ -13,7 +13,7 @@ all residuals and of K times what was applied is what it was (tests/test_conserv
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -128,7 +128,7 @@ class _Letters(Received):
     owners: list[int]
     codec: LetterCodec
     letters: dict[int, Message] = field(default_factory=dict)  # by owner
-    lost: dict[int, str] = field(default_factory=dict)  # by owner: why its letter does not count
+    lost: Mapping[int, str] = field(default_factory=dict)
     not_finite: int | None = None
     may_return = True
 
@@ -141,10 +141,6 @@ class _Letters(Received):
     def _deal(self) -> Deal:
         assert self.mine.deal is not None
         return self.mine.deal
-
-    @property
-    def absent(self) -> list[int]:
-        return sorted({*self.left_out, *self.lost})
 
     def reason(self, rank: int) -> str:
         return (self.letters if rank in self.letters else self.messages)[rank].text()
