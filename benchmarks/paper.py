@@ -33,6 +33,7 @@ EVERY, REPLICAS = 10, 4
 STEPS = {"language": 720, "image": 480}  # of each replica, at four of them
 # outer_lr is the former name of lr; the committed logs and their directories have it.
 DILOCO, DECOUPLED = "diloco:outer_lr=0.9,momentum=0.8", "decoupled:keep=128"
+GATHERED = f"{DECOUPLED},exchange=gathered"  # the default at four replicas; with more of them it is sharded
 CLAIMS = (  # two seeds
     "alone",
     DILOCO,
@@ -70,7 +71,7 @@ def study(place: Path) -> Iterator[Cell]:
         yield from cells(name, replace(asked, methods=CLAIMS, seeds=(0, 1)))
         yield from cells(name, replace(asked, methods=BESIDE))
     for replicas in (2, 8, 16):
-        asked = replace(at(replicas, language), methods=(DILOCO, DECOUPLED), seeds=(0, 1))
+        asked = replace(at(replicas, language), methods=(DILOCO, GATHERED), seeds=(0, 1))
         yield from cells(f"standard_library_{replicas}_replicas", asked)
 
 
