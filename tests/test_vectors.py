@@ -75,7 +75,13 @@ MESSAGES: dict[str, tuple[Header, bytes, Seal]] = {
 EDGES: list[tuple[int, ...]] = [(10, 13), (3,), (2, 2), (8, 24)]
 DEALS: dict[str, tuple[TopK, int | None, list[tuple[int, ...]], list[int], int]] = {
     "edges": (TopK(keep=1024, bits=1, chunk=8, transform="none", plain_below=20), 1500, EDGES, [5, 5, 1, 0], 3),
-    "more replicas than chunks": (TopK(keep=512, bits=2, chunk=8, transform="none", plain_below=0), 900, [(9, 8)], [2], 5),
+    "more replicas than chunks": (
+        TopK(keep=512, bits=2, chunk=8, transform="none", plain_below=0),
+        900,
+        [(9, 8)],
+        [2],
+        5,
+    ),
     "large chunks": (TopK(keep=64, bits=4, chunk=128, transform="none"), None, [(300, 300), (2000,)], [], 4),
     "many replicas": (TopK(keep=32, bits=1), None, [(640, 512), (640,), (512, 100)], [640, 640], 12),
 }
@@ -90,7 +96,14 @@ LETTERS: dict[str, tuple[TopK, int | None, list[tuple[int, ...]], int, int, dict
         1,
         {i: math.copysign(1e-3, i % 3 - 1) for i in range(128, 250)} | {200: -70.0},
     ),
-    "edges and plain values": (TopK(keep=256, bits=1, chunk=8, transform="none", plain_below=20), None, EDGES, 3, 2, {}),
+    "edges and plain values": (
+        TopK(keep=256, bits=1, chunk=8, transform="none", plain_below=20),
+        None,
+        EDGES,
+        3,
+        2,
+        {},
+    ),
     "bf16": (TopK(keep=512, bits=8, chunk=8, transform="none", plain_below=0), 700, [(8, 24)], 2, 1, {150: 1e38}),
     "fp32": (TopK(keep=64, bits=32, chunk=8, transform="none", plain_below=0), 128, [(8, 8), (3,)], 1, 0, {5: 1e-42}),
     "everything, 1 bit": (TopK(keep=4096, bits=1, chunk=4, transform="none", plain_below=0), 4096, [(6, 4)], 1, 0, {}),

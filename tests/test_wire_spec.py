@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -436,6 +437,7 @@ def numbers_of(keep: int, bits: int, keep_down: int | None, members: int) -> Num
     return Numbers(keep, bits, down, bits_down)
 
 
+@lru_cache
 def position_cost(a: int, k: int) -> int:
     """P(a, k) of section 8.1."""
     if a <= 4096:
@@ -494,7 +496,8 @@ def chosen(slabs: list[Slab], buffers: list[int], members: int, numbers: Numbers
         (letter_cost, numbers.keep_down, numbers.bits_down),
     ):
         longest += 60 + max(
-            (sum(cost(piece.slab, keep, bits) for piece in part.pieces) + 32 * sum(buffers[i] for i in part.buffers)) // 8
+            (sum(cost(piece.slab, keep, bits) for piece in part.pieces) + 32 * sum(buffers[i] for i in part.buffers))
+            // 8
             for part in deal(slabs, buffers, members, numbers)
         )
     return "sharded" if 10 * (members - 1) * longest < 9 * (members - 1) * (whole // 8 + 60) else "gathered"
@@ -962,3 +965,188 @@ def test_fingerprints_are_those_of_overtone() -> None:
     for tensor, mine in zip(tensors, prints, strict=True):
         assert hashlib.blake2b(mine, digest_size=8).digest() == of_tensors([tensor])
     assert hashlib.blake2b(b"".join(prints), digest_size=8).digest() == of_tensors(tensors)
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_deals_are_those_of_overtone(shapes: list[list[int]]) -> None:
+    """Parts, numbers of letters and the choice of `auto` are those of the package."""
+    from overtone import Method
+    from overtone.codec import TopK
+    from overtone.exchange.choice import cost_of, letters_for
+    from overtone.exchange.dealing import deal as deal_of_overtone
+    from overtone.exchange.signals import Drift
+    from overtone.rules import Outer
+
+    for (keep, bits, chunk), members in zip(SETTINGS, (2, 3, 4, 5, 8, 9, 16, 40), strict=True):
+        codec = TopK(keep=keep, bits=bits, chunk=chunk, plain_below=10)
+        slabs, buffers = codec.layout(shapes).slabs, [chunk, 1, 0, 70][: members % 5]
+        for keep_down in (None, 1, 300, 4096):
+            numbers = numbers_of(keep, bits, keep_down, members)
+            letters = letters_for(codec, keep_down, members)
+            assert (letters.top_k.keep, letters.top_k.bits) == (numbers.keep_down, numbers.bits_down)
+            mine = slabs_of(shapes, chunk, 10)
+            found = deal(mine, buffers, members, numbers)
+            theirs = deal_of_overtone(
+                slabs,
+                buffers,
+                members,
+                lambda slab: codec.bits_of(slab) + letters.bits_of(slab),  # noqa: B023
+            )
+            for part, own in enumerate(found):
+                pieces = [Piece(s.offset, Slab(s.chunks, s.area, s.plain)) for s in theirs.of(part)]
+                assert (own.pieces, own.buffers) == (pieces, list(theirs.buffers[part]))
+            rule = Outer(lr=1.0, momentum=0.0)
+            method = Method("any", Drift, 1, rule, codec, exchange="sharded", keep_down=keep_down)
+            assert chosen(mine, buffers, members, numbers) == cost_of(method, slabs, buffers, members).cheaper
+
+
+def test_letters_have_the_default_of_overtone() -> None:
+    """`keep_down` for small and large `keep`, among few and many replicas."""
+    from overtone.codec import TopK
+    from overtone.exchange.choice import default_keep_down
+
+    for keep in (1, 32, 128, 1000, 4096):
+        for members in (2, 8, 9, 64):
+            for bits in (1, 32):
+                expected = default_keep_down(TopK(keep=keep, bits=bits), members)
+                assert numbers_of(keep, bits, None, members).keep_down == expected
+
+
+ROUNDS = [
+    # keep, bits, keep_down, replicas, release, key
+    (300, 1, None, 3, 1.0, ""),
+    (128, 2, 200, 4, 0.5, "a key"),
+    (64, 4, None, 2, 1.0, ""),
+    (200, 32, 4096, 3, 1.0, ""),
+    (4096, 1, 500, 2, 1.0, "a key"),
+    (16, 1, None, 10, 1.0, ""),
+]
+
+
+@pytest.mark.parametrize(("keep", "bits", "keep_down", "members", "release", "key"), ROUNDS)
+def test_reads_the_sharded_rounds_of_overtone(
+    keep: int, bits: int, keep_down: int | None, members: int, release: float, key: str
+) -> None:
+    """Two rounds, a drain and the finish: every byte of messages, letters and verdicts is what the page says; so are
+    the new anchor, the new buffers and what is owed."""
+    from functools import partial
+    from unittest import mock
+
+    import torch
+
+    import overtone
+    from overtone.sim.cluster import SimTransport
+
+    secret = key.encode()
+    said: list[tuple[str, list]] = []  # collectives in order: what each rank said
+    before: list[dict[str, list]] = []  # for each all-to-all, the state of all replicas at that time
+
+    def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(21, 60), torch.nn.BatchNorm1d(60), torch.nn.Linear(60, 19))
+        model = torch.nn.Sequential(*layers)
+        return model, torch.optim.SGD(model.parameters(), lr=0.3)
+
+    method = overtone.decoupled(
+        every=1, keep=keep, bits=bits, lr=1.0, momentum=0.0, chunk=8, drain=1, release=release, exchange="sharded"
+    )
+    method = replace(method, keep_down=keep_down)
+    with mock.patch("overtone.sim.cluster.Replica", partial(overtone.Replica, key=key or None)):
+        cluster = overtone.Cluster(build, method, replicas=members)
+
+    def snapshot() -> dict[str, list]:
+        tensors = [replica.state.tensors for replica in cluster.replicas]
+        return {
+            "anchor": tensors[0]["anchor"].tolist(),
+            "residual": [own["residual"].tolist() for own in tensors],
+            "shared": [b.view(-1).tolist() for b in cluster.replicas[0].exchanger.buffers.shared],
+        }
+
+    to_all, gather = SimTransport.all_to_all, SimTransport.gather
+
+    def all_to_all(seat: SimTransport, messages: list[bytes], **rest: object) -> list[bytes]:
+        if seat.rank == 0:
+            said.append(("all-to-all", []))
+            before.append(snapshot())
+        said[-1][1].append(list(messages))
+        return to_all(seat, messages, **rest)  # type: ignore[arg-type]
+
+    def gathering(seat: SimTransport, message: bytes, **rest: object) -> list[bytes]:
+        if seat.rank == 0:
+            said.append(("gather", []))
+        said[-1][1].append(message)
+        return gather(seat, message, **rest)  # type: ignore[arg-type]
+
+    after: list[dict[str, list]] = []
+    with (
+        mock.patch.object(SimTransport, "all_to_all", all_to_all),
+        mock.patch.object(SimTransport, "gather", gathering),
+    ):
+        for _ in range(2):
+            for replica in cluster.turns():
+                x = torch.randn(8, 21) * (1 + replica.transport.rank)
+                replica.model(x).pow(3).mean().backward()
+            cluster.step()
+            after.append(snapshot())
+        cluster.finish()
+    after.append(before[3])  # of the drain: the state when the finish messages are sent
+    after[2]["residual"] = []  # the residual is closed by then
+
+    model = cluster.replicas[0].model
+    shapes = [list(p.shape) for p in model.parameters()]
+    sizes = [60, 60]  # the running mean and variance
+    numbers = numbers_of(keep, bits, keep_down, members)
+    parts = deal(slabs_of(shapes, 8, 1024), sizes, members, numbers)
+    assert [kind for kind, _ in said] == [*(["all-to-all", "gather", "gather", "gather"] * 3), "all-to-all", "gather"]
+
+    for number in range(3):
+        drains = number == 2
+        coding = Numbers(4096, 1, 4096, 1) if drains else numbers
+        (_, sent), (_, first), (_, raw_letters), (_, second) = said[4 * number : 4 * number + 4]
+        state, then = before[number], after[number]
+        owners = [(part + number) % members for part in range(members)]
+        messages = [[read_message(one, secret, kind=int(drains), sender=i, round=number) for one in row]
+                    for i, row in enumerate(sent)]  # fmt: skip
+        letters = [read_message(one, secret, kind=8, sender=i, round=number) for i, one in enumerate(raw_letters)]
+        run = messages[0][0].run
+        # The first verdict: a header of length 0, as if there were no key.
+        headers = [
+            {one[:5] + bytes([one[5] & 0x7F]) + one[6:16] + bytes(8) + one[24:56] for one in row} for row in sent
+        ]
+        assert all(len(row) == 1 for row in headers)
+        marks = {rank: row.pop().hex() for rank, row in enumerate(headers)}
+        assert set(first) == {verdict_of(run, number, marks, secret)}
+        seals = {rank: one[-(16 if key else 4) :].hex() for rank, one in enumerate(raw_letters)}
+        assert set(second) == {verdict_of(run, number, seals, secret)}
+
+        anchor, shared = list(state["anchor"]), [list(values) for values in state["shared"]]
+        residual = [list(values) for values in state["residual"]]
+        for part, owner in zip(parts, owners, strict=True):
+            told = [read_part(row[owner].body, part, coding.keep, coding.bits, state["shared"]) for row in messages]
+            buffers, passed = read_letter(
+                letters[owner].body, part, coding.keep_down, coding.bits_down, state["shared"]
+            )
+            assert buffers == mean_of_buffers([own for own, _ in told], [state["shared"][i] for i in part.buffers])
+            for i, values in zip(part.buffers, buffers, strict=True):
+                shared[i] = values or shared[i]
+            for at, (piece, letter) in enumerate(zip(part.pieces, passed, strict=True)):
+                dense = kept_of(piece.slab, coding.keep) == piece.slab.values
+                mean = mean_of([values[at] for _, values in told], members, dense=dense)
+                assert letter.keys() <= mean.keys() or len(letter) == piece.slab.chunks * piece.slab.values
+                for place, value in letter.items():
+                    anchor[place] = fp32(anchor[place] - value)
+                for rank, (_, values) in enumerate(told):
+                    for place, value in values[at].items():
+                        if place not in letter:
+                            residual[rank][place] = fp32(residual[rank][place] + fp32(value * release))
+                for place, value in letter.items():
+                    owed = fp32(fp32(mean.get(place, 0.0) - value) * members)
+                    residual[owner][place] = fp32(residual[owner][place] + fp32(owed * release))
+        assert anchor == then["anchor"] != state["anchor"]
+        assert shared == then["shared"]
+        assert not then["residual"] or residual == then["residual"]
+
+    (_, last), (_, verdicts) = said[12:]
+    finishing = [read_message(one, secret, kind=4, sender=i, round=3) for i, row in enumerate(last) for one in row]
+    assert all(message.body == b"" for message in finishing)
+    assert len(set(verdicts)) == 1

@@ -115,7 +115,9 @@ class Sharded:
         received.seconds += seconds + time.perf_counter() - begin
         absent = yield from agree(inbox, mine.header, expected, context.seal, context.refused, "letter")
         if not received.takes_part and mine.header.sender in absent:  # the others did not hear of it, and go on
-            raise GaveUpError(f"round {expected.round}: this replica could not take part: {body.decode(errors='replace')}")
+            raise GaveUpError(
+                f"round {expected.round}: this replica could not take part: {body.decode(errors='replace')}"
+            )
         received.take(inbox.messages, absent)
 
 
