@@ -157,6 +157,6 @@ def test_a_failure_that_one_rank_cannot_read_still_ends_a_sharded_round() -> Non
             p.grad = torch.full_like(p, math.nan if replica.transport.rank == 1 else 1.0)
     with (
         mock.patch.object(SimTransport, "all_to_all", damaged),
-        pytest.raises(GaveUpError, match="rank 1 could not take part: .*not finite"),
+        pytest.raises(GaveUpError, match=r"rank 1 could not take part: .*not finite"),
     ):
         cluster.step()

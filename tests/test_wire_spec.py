@@ -1041,7 +1041,7 @@ def test_reads_the_sharded_rounds_of_overtone(
     said: list[tuple[str, list]] = []  # collectives in order: what each rank said
     before: list[dict[str, list]] = []  # for each all-to-all, the state of all replicas at that time
 
-    def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         layers = (torch.nn.Linear(21, 60), torch.nn.BatchNorm1d(60), torch.nn.Linear(60, 19))
         model = torch.nn.Sequential(*layers)
