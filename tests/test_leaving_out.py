@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
@@ -17,6 +18,7 @@ import overtone
 from overtone import Cluster, Method, Replica
 from overtone.codec import TopK
 from overtone.coding.layout import part_of
+from overtone.errors import GaveUpError
 from overtone.exchange.message import MAGIC, Kind
 from overtone.exchange.signals import Drift
 from overtone.ledger import Count
@@ -137,3 +139,24 @@ def test_a_message_that_is_left_out_counts_nothing_and_weighs_nothing_else(keep:
             cluster.step()
         found.append(cluster.replicas[0].state.tensors["anchor"])
     assert torch.equal(*found)
+
+
+def test_a_failure_that_one_rank_cannot_read_still_ends_a_sharded_round() -> None:
+    """Who fails and is left out does not leave the others waiting for its letter: it tells them there."""
+    hear = SimTransport.all_to_all
+
+    def damaged(seat: SimTransport, messages: Sequence[bytes], *, most: int, count: Count) -> list[bytes]:
+        heard = hear(seat, messages, most=most, count=count)
+        if seat.rank == 0:
+            heard[1] = heard[1][:60] + bytes([heard[1][60] ^ 1]) + heard[1][61:]
+        return heard
+
+    cluster = leaving_out(overtone.decoupled(every=1, keep=300, exchange="sharded"), 4)
+    for replica in cluster.turns():
+        for p in replica.model.parameters():
+            p.grad = torch.full_like(p, math.nan if replica.transport.rank == 1 else 1.0)
+    with (
+        mock.patch.object(SimTransport, "all_to_all", damaged),
+        pytest.raises(GaveUpError, match=r"rank 1 could not take part: .*not finite"),
+    ):
+        cluster.step()

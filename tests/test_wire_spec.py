@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,14 @@ import pytest
 VECTORS = Path(__file__).parent / "vectors"
 MESSAGES: dict[str, dict] = json.loads((VECTORS / "messages.json").read_text())
 PAYLOADS: dict[str, dict] = json.loads((VECTORS / "payloads.json").read_text())
+DEALS: dict[str, dict] = json.loads((VECTORS / "deals.json").read_text())
+LETTERS: dict[str, dict] = json.loads((VECTORS / "letters.json").read_text())
+VERDICT: dict = json.loads((VECTORS / "fingerprints.json").read_text())["verdict"]
 
 # --- The decoder: section 1, messages ---------------------------------------------------------------------------------
 
 HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
-KINDS = range(8)
+KINDS = range(9)
 KEYED = 0x80
 
 
@@ -187,6 +191,11 @@ class Bytes:
         self.at += count
         return self.data[self.at - count : self.at]
 
+    def end(self) -> None:
+        """Refuse bytes that are left."""
+        if self.at != len(self.data):
+            raise ValueError("the payload goes on after the last block")
+
     def number(self, size: int) -> int:
         """An unsigned number of so many bytes."""
         return int.from_bytes(self.take(size), "little")
@@ -222,6 +231,32 @@ def finite(values: list[float], what: str) -> list[float]:
 def read_flags(source: Bytes, parameters: int) -> list[bool]:
     """Section 2: which parameters have a gradient."""
     return [bool(flag) for flag in source.fields(parameters, 1)]
+
+
+Buffer = list[float] | None  # None: it did not change
+
+
+def read_buffers(source: Bytes, sizes: list[int], shared: list[list[float]]) -> list[Buffer]:
+    """Section 2: of buffers with so many values each, those that changed."""
+    found: list[Buffer] = []
+    for changed, size, old in zip(source.fields(len(sizes), 1), sizes, shared, strict=True):
+        values = source.fp32(size) if changed else None
+        if values and any(not math.isfinite(new) and new != before for new, before in zip(values, old, strict=True)):
+            raise ValueError("a buffer that is not finite")
+        found.append(values)
+    return found
+
+
+def mean_of_buffers(sent: list[list[Buffer]], shared: list[list[float]]) -> list[Buffer]:
+    """Section 2: the mean of each buffer over the messages that count."""
+    means: list[Buffer] = []
+    for old, *values in zip(shared, *sent, strict=True):
+        total = [0.0] * len(old)
+        for value in values:
+            total = [fp32(a + b) for a, b in zip(total, old if value is None else value, strict=True)]
+        changed = any(value is not None for value in values)
+        means.append([fp32(a / len(values)) for a in total] if changed else None)
+    return means
 
 
 def read_positions(source: Bytes, c: int, k: int, a: int) -> list[list[int]]:
@@ -286,16 +321,29 @@ def read_payload(
     decoded: dict[int, float] = {}
     first = 0
     for slab in slabs_of(shapes, chunk, plain_below):
-        c, a = slab.chunks, slab.values
-        k = a if slab.plain else min(a, max(1, rounded(keep * a, 4096)))
-        positions = read_positions(source, c, k, a) if k < a else [range(a)] * c
-        values = iter(read_values(source, c, k, max(bits, 16) if slab.plain else bits))
-        for i, kept in enumerate(positions):
-            decoded.update((first + i * a + position, next(values)) for position in kept)
-        first += c * a
-    if source.at != len(data):
-        raise ValueError("the payload goes on after the last block")
+        decoded |= read_block(source, slab, keep, bits, first)
+        first += slab.chunks * slab.values
+    source.end()
     return decoded
+
+
+def read_block(source: Bytes, slab: Slab, keep: int, bits: int, first: int) -> dict[int, float]:
+    """The values of one slab, the first value of which has this place in the flat vector."""
+    c, a, k = slab.chunks, slab.values, kept_of(slab, keep)
+    positions = read_positions(source, c, k, a) if k < a else [range(a)] * c
+    values = iter(read_values(source, c, k, width_of(slab, bits)))
+    return {first + i * a + position: next(values) for i, kept in enumerate(positions) for position in kept}
+
+
+def kept_of(slab: Slab, keep: int) -> int:
+    """k of section 3.2."""
+    a = slab.values
+    return a if slab.plain else min(a, max(1, rounded(keep * a, 4096)))
+
+
+def width_of(slab: Slab, bits: int) -> int:
+    """Bits per value of section 3.2."""
+    return max(bits, 16) if slab.plain else bits
 
 
 def rounded(over: int, under: int) -> int:
@@ -304,13 +352,13 @@ def rounded(over: int, under: int) -> int:
     return whole + (2 * rest > under or (2 * rest == under and whole % 2 == 1))
 
 
-# --- The decoder: section 6, the fingerprint of a tensor --------------------------------------------------------------
+# --- The decoder: section 7, the fingerprint of a tensor --------------------------------------------------------------
 
 WORD = (1 << 64) - 1
 
 
 def fold(z: int) -> int:
-    """s(z) of section 6."""
+    """s(z) of section 7."""
     return z ^ (z >> 32)
 
 
@@ -324,6 +372,197 @@ def fingerprint(data: bytes) -> bytes:
         h = sum(v * fold(word) for v, word in zip(lanes, words, strict=True)) + (row + 1) * 0x5851F42D4C957F2D
         total += fold(fold(h & WORD) * 0xD6E8FEB86659FD93 & WORD)
     return ((total & WORD) ^ (len(data) * 0x9E3779B97F4A7C15 & WORD)).to_bytes(8, "little")
+
+
+# --- The decoder: section 4, verdict and mean ------------------------------------------------------------------------
+
+
+def verdict_of(run: bytes, number: int, marks: dict[int, str], key: bytes) -> bytes:
+    """The verdict over the marks of all ranks."""
+    told = "{" + ", ".join(f'"{rank}": "{marks[rank]}"' for rank in sorted(marks)) + "}"
+    keyed = hashlib.sha256(key).digest() if key else b""
+    return hashlib.blake2b(run + struct.pack("<I", number) + told.encode(), digest_size=8, key=keyed).digest()
+
+
+def mean_of(sent: list[dict[int, float]], members: int, *, dense: bool) -> dict[int, float]:
+    """The mean of the values of a slab, by their places, over the messages that count."""
+    mean: dict[int, float] = {}
+    for one in sent:
+        for place, value in one.items():
+            mean[place] = fp32(mean.get(place, 0.0) + (value if dense else fp32(value / members)))
+    return {place: fp32(value / members) for place, value in mean.items()} if dense else mean
+
+
+# --- The decoder: section 8, a sharded round --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """`keep` and `bits` of messages, and those of letters."""
+
+    keep: int
+    bits: int
+    keep_down: int
+    bits_down: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of the units of a slab: a slab of its own, and the place of its first value in the flat vector."""
+
+    first: int
+    slab: Slab
+
+
+@dataclass
+class Part:
+    """What one replica owns in a round: pieces, and numbers of buffers."""
+
+    pieces: list[Piece]
+    buffers: list[int]
+
+
+def numbers_of(keep: int, bits: int, keep_down: int | None, members: int) -> Numbers:
+    """Section 8.5."""
+    bits_down = {1: 1, 2: 1, 4: 16, 8: 16, 16: 16, 32: 32}[bits]
+    if keep_down is not None:
+        return Numbers(keep, bits, keep_down, bits_down)
+
+    def size(down: int) -> int:
+        return position_cost(4096, keep) + keep * bits + position_cost(4096, down) + 17 * down // 10
+
+    most = down = min(4096, 7 * keep, max(448, 2 * keep), members * keep)
+    while members > 8 and down != keep and 8 * (members - 1) * size(down) > 7 * members * size(most):
+        down -= 1
+    return Numbers(keep, bits, down, bits_down)
+
+
+@lru_cache
+def position_cost(a: int, k: int) -> int:
+    """P(a, k) of section 8.1."""
+    if a <= 4096:
+        return (math.comb(a, k) - 1).bit_length()
+    return 0 if k == a else k * ((a // k).bit_length() + 1)
+
+
+def message_cost(slab: Slab, keep: int, bits: int) -> int:
+    """Section 8.1: the cost of a slab in a message."""
+    k, w = kept_of(slab, keep), width_of(slab, bits)
+    return slab.chunks * (position_cost(slab.values, k) + k * w + (16 if w < 16 else 0))
+
+
+def letter_cost(slab: Slab, keep: int, bits: int) -> int:
+    """Section 8.1: the cost of a slab in a letter, with `keep` and `bits` of letters."""
+    k = kept_of(slab, keep)
+    layers = slab.chunks * (16 + 7 * k // 10) if k < slab.values and bits == 1 else 0
+    return message_cost(slab, keep, bits) + layers
+
+
+def deal(slabs: list[Slab], buffers: list[int], members: int, numbers: Numbers) -> list[Part]:
+    """Section 8.1: the parts."""
+    parts = [Part([], []) for _ in range(members)]
+    costs = [
+        message_cost(slab, numbers.keep, numbers.bits) + letter_cost(slab, numbers.keep_down, numbers.bits_down)
+        for slab in slabs
+    ]
+    place = 0
+    before = {False: 0, True: 0}
+    for slab, cost in zip(slabs, costs, strict=True):
+        same = sum(other for one, other in zip(slabs, costs, strict=True) if one.plain == slab.plain)
+        share = max(1, -(-same // members))
+        units, values = (slab.values, 1) if slab.plain else (slab.chunks, slab.values)
+        belongs = [
+            min(members - 1, (2 * units * before[slab.plain] + cost * (2 * unit + 1)) // (2 * units * share))
+            for unit in range(units)
+        ]
+        for part in sorted(set(belongs)):
+            run = belongs.count(part)
+            piece = Slab(1, run, True) if slab.plain else Slab(run, slab.values, False)
+            parts[part].pieces.append(Piece(place, piece))
+            place += run * values
+        before[slab.plain] += cost
+    total = max(1, sum(buffers))
+    for number, size in enumerate(buffers):
+        parts[min(members - 1, members * (2 * sum(buffers[:number]) + size) // (2 * total))].buffers.append(number)
+    return parts
+
+
+def chosen(slabs: list[Slab], buffers: list[int], members: int, numbers: Numbers) -> str:
+    """Section 8.5: what `auto` stands for."""
+    whole = sum(message_cost(slab, numbers.keep, numbers.bits) for slab in slabs) + 32 * sum(buffers)
+    longest = 0
+    for cost, keep, bits in (
+        (message_cost, numbers.keep, numbers.bits),
+        (letter_cost, numbers.keep_down, numbers.bits_down),
+    ):
+        longest += 60 + max(
+            (sum(cost(piece.slab, keep, bits) for piece in part.pieces) + 32 * sum(buffers[i] for i in part.buffers))
+            // 8
+            for part in deal(slabs, buffers, members, numbers)
+        )
+    return "sharded" if 10 * (members - 1) * longest < 9 * (members - 1) * (whole // 8 + 60) else "gathered"
+
+
+def read_part(
+    data: bytes, part: Part, keep: int, bits: int, shared: list[list[float]]
+) -> tuple[list[Buffer], list[dict[int, float]]]:
+    """Section 8.3: the buffers of a part, and the values of each of its pieces."""
+    source = Bytes(data)
+    mine = [shared[number] for number in part.buffers]
+    buffers = read_buffers(source, list(map(len, mine)), mine)
+    values = [read_block(source, piece.slab, keep, bits, piece.first) for piece in part.pieces]
+    source.end()
+    return buffers, values
+
+
+def read_letter(
+    data: bytes, part: Part, keep: int, bits: int, shared: list[list[float]]
+) -> tuple[list[Buffer], list[dict[int, float]]]:
+    """Section 8.4: the same of a letter, with `keep` and `bits` of letters."""
+    source = Bytes(data)
+    mine = [shared[number] for number in part.buffers]
+    buffers = read_buffers(source, list(map(len, mine)), mine)
+    values = []
+    for piece in part.pieces:
+        if kept_of(piece.slab, keep) == piece.slab.values:
+            values.append(read_block(source, piece.slab, keep, bits, piece.first))
+            continue
+        found: dict[int, float] = {}
+        for _ in range(2 if bits == 1 else 1):
+            layer = read_layer(source, piece, keep, bits)
+            if found.keys() & layer.keys():
+                raise ValueError("a position in both layers")
+            found |= layer
+        values.append(found)
+    source.end()
+    return buffers, values
+
+
+def read_layer(source: Bytes, piece: Piece, keep: int, bits: int) -> dict[int, float]:
+    """One layer of a block of a letter."""
+    c, a = piece.slab.chunks, piece.slab.values
+    n = source.number(4)
+    if n > c * kept_of(piece.slab, keep):
+        raise ValueError("too many values")
+    if n == 0:
+        return {}
+    (positions,) = read_positions(source, 1, n, c * a)
+    if bits == 1:
+        steps = source.bf16(c)
+        if not all(0 <= step <= LARGEST for step in steps):
+            raise ValueError("a step out of range")
+        codes = source.fields(n, 1)
+        values = [(q - 0.5) * steps[i // a] for i, q in zip(positions, codes, strict=True)]
+        m = source.number(4)
+        if m > n:
+            raise ValueError("too many exceptions")
+        if m:
+            (places,) = read_positions(source, 1, m, n)
+            for place, value in zip(places, finite(source.bf16(m), "an exception"), strict=True):
+                values[place] = value
+    else:
+        values = finite(source.fp32(n) if bits == 32 else source.bf16(n), "a value")
+    return {piece.first + i: value for i, value in zip(positions, values, strict=True)}
 
 
 # --- The vectors ------------------------------------------------------------------------------------------------------
@@ -372,6 +611,75 @@ def test_payloads_are_read(name: str) -> None:
     data, read = payload_vector(name)
     expected = {int(place): value for place, value in PAYLOADS[name]["decoded"].items()}
     assert without_zeros(read(data)) == expected
+
+
+def dealt(vector: dict, buffers: list[int]) -> tuple[list[Part], Numbers]:
+    """The parts and the numbers of a vector."""
+    numbers = numbers_of(vector["keep"], vector["bits"], vector["keep_down"], vector["replicas"])
+    slabs = slabs_of(vector["shapes"], vector["chunk"], vector["plain_below"])
+    return deal(slabs, buffers, vector["replicas"], numbers), numbers
+
+
+@pytest.mark.parametrize("name", DEALS)
+def test_deals_are_found(name: str) -> None:
+    """Every replica owns what the vector says, and letters have the numbers that it says."""
+    vector = DEALS[name]
+    parts, numbers = dealt(vector, vector["buffers"])
+    assert {"keep": numbers.keep_down, "bits": numbers.bits_down} == vector["letters"]
+    spans = [[[piece.first, piece.slab.chunks * piece.slab.values] for piece in part.pieces] for part in parts]
+    assert spans == [part["pieces"] for part in vector["parts"]]
+    assert [part.buffers for part in parts] == [part["buffers"] for part in vector["parts"]]
+
+
+def letter_vector(name: str) -> tuple[bytes, Callable[[bytes], dict[int, float]]]:
+    """The body of a letter, and what reads others of the same part."""
+    vector = LETTERS[name]
+    parts, numbers = dealt(vector, [])
+
+    def read(data: bytes) -> dict[int, float]:
+        _, pieces = read_letter(data, parts[vector["part"]], numbers.keep_down, numbers.bits_down, [])
+        return {place: value for piece in pieces for place, value in piece.items()}
+
+    return bytes.fromhex(vector["letter"]), read
+
+
+@pytest.mark.parametrize("name", LETTERS)
+def test_letters_are_read(name: str) -> None:
+    """Every letter decodes to exactly the values in the vector, which lie where the mean has values."""
+    data, read = letter_vector(name)
+    expected = {int(place): value for place, value in LETTERS[name]["decoded"].items()}
+    assert without_zeros(read(data)) == expected
+    assert expected.keys() <= {int(place) for place in LETTERS[name]["mean"]}
+    for length in {0, 1, len(data) // 2, len(data) - 1}:
+        with pytest.raises(ValueError):  # noqa: PT011
+            read(data[:length])
+    with pytest.raises(ValueError, match="goes on"):
+        read(data + b"\0")
+
+
+def test_impossible_letters_are_refused() -> None:
+    """Too many values, a position in both layers, a position beyond the piece. (The piece has 2 chunks of 64.)"""
+    _, read = letter_vector("two layers")
+    one = "01000000 06 05 01000000 01 803f 0040 01 00000000"  # position 5: + 0.5, the step of the first chunk is 1
+    assert read(bytes.fromhex(one + "00000000")) == {5: 0.5}
+    assert read(bytes.fromhex("00000000" + one.replace("06 05", "06 25").replace("01 803f", "02 803f"))) == {101: 1.0}
+    for reason, letter in (
+        ("both layers", one + one),
+        ("beyond", one.replace("01 803f", "04 803f") + "00000000"),
+        ("too many values", "21000000"),
+        ("a step", one.replace("0040", "0080").replace("803f", "80bf") + "00000000"),
+        ("too many exceptions", one[:-8] + "02000000"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            read(bytes.fromhex(letter))
+
+
+def test_verdicts_are_found() -> None:
+    """The verdict of section 4, with a key and without."""
+    marks = {int(rank): mark for rank, mark in VERDICT["marks"].items()}
+    for name, key in (("plain", ""), ("keyed", VERDICT["key"])):
+        found = verdict_of(bytes.fromhex(VERDICT["run"]), VERDICT["round"], marks, bytes.fromhex(key))
+        assert found.hex() == VERDICT[name]
 
 
 def test_the_example_of_the_page() -> None:
@@ -444,7 +752,7 @@ def test_unexpected_messages_are_refused(name: str) -> None:
         with pytest.raises(ValueError, match=f"another {field}"):
             read_message(write_message(replace(message, **{field: value}), key), key, **expected)
     with pytest.raises(ValueError, match="unknown kind"):
-        read_message(write_message(replace(message, kind=8), key), key)
+        read_message(write_message(replace(message, kind=9), key), key)
     for at, new, reason in ((0, "4f56544d", "magic"), (4, "01", "version"), (16, "ff" * 8, "beyond")):
         broken = put(data[: HEADER.size + len(message.body)], at, new)
         with pytest.raises(ValueError, match=reason):
@@ -635,7 +943,7 @@ def test_reads_the_gradient_rounds_of_overtone(name: str) -> None:
 
 
 def test_fingerprints_are_those_of_overtone() -> None:
-    """Section 6 in plain Python: several rows, one not full, one that only filling up completes, none at all."""
+    """Section 7 in plain Python: several rows, one not full, one that only filling up completes, none at all."""
     import torch
 
     from overtone.coding.fingerprint import of_tensors
@@ -657,3 +965,188 @@ def test_fingerprints_are_those_of_overtone() -> None:
     for tensor, mine in zip(tensors, prints, strict=True):
         assert hashlib.blake2b(mine, digest_size=8).digest() == of_tensors([tensor])
     assert hashlib.blake2b(b"".join(prints), digest_size=8).digest() == of_tensors(tensors)
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_deals_are_those_of_overtone(shapes: list[list[int]]) -> None:
+    """Parts, numbers of letters and the choice of `auto` are those of the package."""
+    from overtone import Method
+    from overtone.codec import TopK
+    from overtone.exchange.choice import cost_of, letters_for
+    from overtone.exchange.dealing import deal as deal_of_overtone
+    from overtone.exchange.signals import Drift
+    from overtone.rules import Outer
+
+    for (keep, bits, chunk), members in zip(SETTINGS, (2, 3, 4, 5, 8, 9, 16, 40), strict=True):
+        codec = TopK(keep=keep, bits=bits, chunk=chunk, plain_below=10)
+        slabs, buffers = codec.layout(shapes).slabs, [chunk, 1, 0, 70][: members % 5]
+        for keep_down in (None, 1, 300, 4096):
+            numbers = numbers_of(keep, bits, keep_down, members)
+            letters = letters_for(codec, keep_down, members)
+            assert (letters.top_k.keep, letters.top_k.bits) == (numbers.keep_down, numbers.bits_down)
+            mine = slabs_of(shapes, chunk, 10)
+            found = deal(mine, buffers, members, numbers)
+            theirs = deal_of_overtone(
+                slabs,
+                buffers,
+                members,
+                lambda slab: codec.bits_of(slab) + letters.bits_of(slab),  # noqa: B023
+            )
+            for part, own in enumerate(found):
+                pieces = [Piece(s.offset, Slab(s.chunks, s.area, s.plain)) for s in theirs.of(part)]
+                assert (own.pieces, own.buffers) == (pieces, list(theirs.buffers[part]))
+            rule = Outer(lr=1.0, momentum=0.0)
+            method = Method("any", Drift, 1, rule, codec, exchange="sharded", keep_down=keep_down)
+            assert chosen(mine, buffers, members, numbers) == cost_of(method, slabs, buffers, members).cheaper
+
+
+def test_letters_have_the_default_of_overtone() -> None:
+    """`keep_down` for small and large `keep`, among few and many replicas."""
+    from overtone.codec import TopK
+    from overtone.exchange.choice import default_keep_down
+
+    for keep in (1, 32, 128, 1000, 4096):
+        for members in (2, 8, 9, 64):
+            for bits in (1, 32):
+                expected = default_keep_down(TopK(keep=keep, bits=bits), members)
+                assert numbers_of(keep, bits, None, members).keep_down == expected
+
+
+ROUNDS = [
+    # keep, bits, keep_down, replicas, release, key
+    (300, 1, None, 3, 1.0, ""),
+    (128, 2, 200, 4, 0.5, "a key"),
+    (64, 4, None, 2, 1.0, ""),
+    (200, 32, 4096, 3, 1.0, ""),
+    (4096, 1, 500, 2, 1.0, "a key"),
+    (16, 1, None, 10, 1.0, ""),
+]
+
+
+@pytest.mark.parametrize(("keep", "bits", "keep_down", "members", "release", "key"), ROUNDS)
+def test_reads_the_sharded_rounds_of_overtone(
+    keep: int, bits: int, keep_down: int | None, members: int, release: float, key: str
+) -> None:
+    """Two rounds, a drain and the finish: every byte of messages, letters and verdicts is what the page says; so are
+    the new anchor, the new buffers and what is owed."""
+    from functools import partial
+    from unittest import mock
+
+    import torch
+
+    import overtone
+    from overtone.sim.cluster import SimTransport
+
+    secret = key.encode()
+    said: list[tuple[str, list]] = []  # collectives in order: what each rank said
+    before: list[dict[str, list]] = []  # for each all-to-all, the state of all replicas at that time
+
+    def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(21, 60), torch.nn.BatchNorm1d(60), torch.nn.Linear(60, 19))
+        model = torch.nn.Sequential(*layers)
+        return model, torch.optim.SGD(model.parameters(), lr=0.3)
+
+    method = overtone.decoupled(
+        every=1, keep=keep, bits=bits, lr=1.0, momentum=0.0, chunk=8, drain=1, release=release, exchange="sharded"
+    )
+    method = replace(method, keep_down=keep_down)
+    with mock.patch("overtone.sim.cluster.Replica", partial(overtone.Replica, key=key or None)):
+        cluster = overtone.Cluster(build, method, replicas=members)
+
+    def snapshot() -> dict[str, list]:
+        tensors = [replica.state.tensors for replica in cluster.replicas]
+        return {
+            "anchor": tensors[0]["anchor"].tolist(),
+            "residual": [own["residual"].tolist() for own in tensors],
+            "shared": [b.view(-1).tolist() for b in cluster.replicas[0].exchanger.buffers.shared],
+        }
+
+    to_all, gather = SimTransport.all_to_all, SimTransport.gather
+
+    def all_to_all(seat: SimTransport, messages: list[bytes], **rest: object) -> list[bytes]:
+        if seat.rank == 0:
+            said.append(("all-to-all", []))
+            before.append(snapshot())
+        said[-1][1].append(list(messages))
+        return to_all(seat, messages, **rest)  # type: ignore[arg-type]
+
+    def gathering(seat: SimTransport, message: bytes, **rest: object) -> list[bytes]:
+        if seat.rank == 0:
+            said.append(("gather", []))
+        said[-1][1].append(message)
+        return gather(seat, message, **rest)  # type: ignore[arg-type]
+
+    after: list[dict[str, list]] = []
+    with (
+        mock.patch.object(SimTransport, "all_to_all", all_to_all),
+        mock.patch.object(SimTransport, "gather", gathering),
+    ):
+        for _ in range(2):
+            for replica in cluster.turns():
+                x = torch.randn(8, 21) * (1 + replica.transport.rank)
+                replica.model(x).pow(3).mean().backward()
+            cluster.step()
+            after.append(snapshot())
+        cluster.finish()
+    after.append(before[3])  # of the drain: the state when the finish messages are sent
+    after[2]["residual"] = []  # the residual is closed by then
+
+    model = cluster.replicas[0].model
+    shapes = [list(p.shape) for p in model.parameters()]
+    sizes = [60, 60]  # the running mean and variance
+    numbers = numbers_of(keep, bits, keep_down, members)
+    parts = deal(slabs_of(shapes, 8, 1024), sizes, members, numbers)
+    assert [kind for kind, _ in said] == [*(["all-to-all", "gather", "gather", "gather"] * 3), "all-to-all", "gather"]
+
+    for number in range(3):
+        drains = number == 2
+        coding = Numbers(4096, 1, 4096, 1) if drains else numbers
+        (_, sent), (_, first), (_, raw_letters), (_, second) = said[4 * number : 4 * number + 4]
+        state, then = before[number], after[number]
+        owners = [(part + number) % members for part in range(members)]
+        messages = [[read_message(one, secret, kind=int(drains), sender=i, round=number) for one in row]
+                    for i, row in enumerate(sent)]  # fmt: skip
+        letters = [read_message(one, secret, kind=8, sender=i, round=number) for i, one in enumerate(raw_letters)]
+        run = messages[0][0].run
+        # The first verdict: a header of length 0, as if there were no key.
+        headers = [
+            {one[:5] + bytes([one[5] & 0x7F]) + one[6:16] + bytes(8) + one[24:56] for one in row} for row in sent
+        ]
+        assert all(len(row) == 1 for row in headers)
+        marks = {rank: row.pop().hex() for rank, row in enumerate(headers)}
+        assert set(first) == {verdict_of(run, number, marks, secret)}
+        seals = {rank: one[-(16 if key else 4) :].hex() for rank, one in enumerate(raw_letters)}
+        assert set(second) == {verdict_of(run, number, seals, secret)}
+
+        anchor, shared = list(state["anchor"]), [list(values) for values in state["shared"]]
+        residual = [list(values) for values in state["residual"]]
+        for part, owner in zip(parts, owners, strict=True):
+            told = [read_part(row[owner].body, part, coding.keep, coding.bits, state["shared"]) for row in messages]
+            buffers, passed = read_letter(
+                letters[owner].body, part, coding.keep_down, coding.bits_down, state["shared"]
+            )
+            assert buffers == mean_of_buffers([own for own, _ in told], [state["shared"][i] for i in part.buffers])
+            for i, values in zip(part.buffers, buffers, strict=True):
+                shared[i] = values or shared[i]
+            for at, (piece, letter) in enumerate(zip(part.pieces, passed, strict=True)):
+                dense = kept_of(piece.slab, coding.keep) == piece.slab.values
+                mean = mean_of([values[at] for _, values in told], members, dense=dense)
+                assert letter.keys() <= mean.keys() or len(letter) == piece.slab.chunks * piece.slab.values
+                for place, value in letter.items():
+                    anchor[place] = fp32(anchor[place] - value)
+                for rank, (_, values) in enumerate(told):
+                    for place, value in values[at].items():
+                        if place not in letter:
+                            residual[rank][place] = fp32(residual[rank][place] + fp32(value * release))
+                for place, value in letter.items():
+                    owed = fp32(fp32(mean.get(place, 0.0) - value) * members)
+                    residual[owner][place] = fp32(residual[owner][place] + fp32(owed * release))
+        assert anchor == then["anchor"] != state["anchor"]
+        assert shared == then["shared"]
+        assert not then["residual"] or residual == then["residual"]
+
+    (_, last), (_, verdicts) = said[12:]
+    finishing = [read_message(one, secret, kind=4, sender=i, round=3) for i, row in enumerate(last) for one in row]
+    assert all(message.body == b"" for message in finishing)
+    assert len(set(verdicts)) == 1

@@ -23,7 +23,7 @@ from overtone.codec import Block, Codec, Decoded, TopK, mean_of_blocks
 from overtone.coding.bits import Reader
 from overtone.coding.chunks import Slab
 from overtone.coding.layout import inner_part
-from overtone.errors import NotFiniteError, WireError
+from overtone.errors import GaveUpError, NotFiniteError, WireError
 from overtone.exchange.buffers import pack_values
 from overtone.exchange.consensus import Inbox, agree
 from overtone.exchange.dealing import Deal, deal
@@ -72,7 +72,9 @@ class Sharded:
         assert isinstance(mine.codec, TopK)
         codec = letters_for(mine.codec, mine.keep_down, members)
         received = _Letters(headers, left_out, seconds, counted, mine, context, owners, codec)
-        if any(header.kind is not mine.header.kind for header in received.headers) or not mine.blocks:
+        # The messages that count decide, so that all replicas decide alike.
+        kinds = {header.kind for header in headers}
+        if len(kinds) > 1 or not kinds.issubset(WITH_PAYLOAD):
             return received  # the last messages, or a round that will be refused: nothing is to be averaged
         yield from self._pass_on(received, expected, peers)
         return received
@@ -101,17 +103,24 @@ class Sharded:
         """The second half: average the part that this replica owns, exchange letters, and agree on them."""
         context, mine = self.context, received.mine
         begin = time.perf_counter()
-        try:
-            header, body = replace(mine.header, kind=Kind.LETTER), received.average(len(peers))
-        except NotFiniteError:
-            header = replace(mine.header, kind=Kind.FAILURE)
-            body = b"the mean of its part is not finite; lower the learning rate, and go on from a checkpoint"
+        header, body = replace(mine.header, kind=Kind.FAILURE), b""
+        if not received.takes_part:
+            body = mine.reason() or b"it was left out, and its message was of another kind than all others"
+        else:
+            try:
+                header, body = replace(mine.header, kind=Kind.LETTER), received.average(len(peers))
+            except NotFiniteError:
+                body = b"the mean of its part is not finite; lower the learning rate, and go on from a checkpoint"
         seconds = time.perf_counter() - begin
         gathered = yield Gather(seal_message(header, body, context.seal), most=self._most)
         begin = time.perf_counter()
         inbox = Inbox(peers).read(gathered, lambda owner, raw: received.open_letter(raw, expected, owner))
         received.seconds += seconds + time.perf_counter() - begin
         absent = yield from agree(inbox, mine.header, expected, context.seal, context.refused, "letter")
+        if not received.takes_part and mine.header.sender in absent:  # the others did not hear of it, and go on
+            raise GaveUpError(
+                f"round {expected.round}: this replica could not take part: {body.decode(errors='replace')}"
+            )
         received.take(inbox.messages, absent)
 
 
@@ -141,6 +150,11 @@ class _Letters(Received):
     def _deal(self) -> Deal:
         assert self.mine.deal is not None
         return self.mine.deal
+
+    @property
+    def takes_part(self) -> bool:
+        """False if this replica was left out and its message was of another kind than those that count."""
+        return self.headers[0].kind is self.mine.header.kind
 
     def reason(self, rank: int) -> str:
         return (self.letters if rank in self.letters else self.messages)[rank].text()
@@ -179,6 +193,8 @@ class _Letters(Received):
             return letter
         if letter.header.kind is not Kind.LETTER:
             raise WireError(f"kind: {letter.header.kind.name.lower()} where an owner's letter is due")
+        if not self.takes_part:
+            return letter  # this replica will not decode it
         part, reader = self.owners.index(owner), Reader(letter.body)
         self.context.buffers.unpack(reader, self._deal.buffers[part])
         for piece in self._deal.of(part):
