@@ -21,11 +21,10 @@ from overtone.coding.kernels import Kernels, in_numba, in_torch
 from overtone.coding.layout import part_of
 from overtone.exchange import message as wire
 from overtone.exchange.buffers import Buffers
-from overtone.exchange.choice import letters_for
 from overtone.exchange.consensus import digest
 from overtone.exchange.dealing import Deal, deal
 from overtone.exchange.description import describe, schema_of
-from overtone.exchange.letters import LetterCodec
+from overtone.exchange.letters import LetterCodec, letters_for
 from overtone.exchange.message import Expected, Header, Kind, Seal
 from whole import decode_all, encode_all
 

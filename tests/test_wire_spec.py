@@ -972,8 +972,9 @@ def test_deals_are_those_of_overtone(shapes: list[list[int]]) -> None:
     """Parts, numbers of letters and the choice of `auto` are those of the package."""
     from overtone import Method
     from overtone.codec import TopK
-    from overtone.exchange.choice import cost_of, letters_for
+    from overtone.exchange.choice import cost_of
     from overtone.exchange.dealing import deal as deal_of_overtone
+    from overtone.exchange.letters import letters_for
     from overtone.exchange.signals import Drift
     from overtone.rules import Outer
 
@@ -997,13 +998,13 @@ def test_deals_are_those_of_overtone(shapes: list[list[int]]) -> None:
                 assert (own.pieces, own.buffers) == (pieces, list(theirs.buffers[part]))
             rule = Outer(lr=1.0, momentum=0.0)
             method = Method("any", Drift, 1, rule, codec, exchange="sharded", keep_down=keep_down)
-            assert chosen(mine, buffers, members, numbers) == cost_of(method, slabs, buffers, members).cheaper
+            assert chosen(mine, buffers, members, numbers) == cost_of(method, slabs, buffers, members).chosen("auto")
 
 
 def test_letters_have_the_default_of_overtone() -> None:
     """`keep_down` for small and large `keep`, among few and many replicas."""
     from overtone.codec import TopK
-    from overtone.exchange.choice import default_keep_down
+    from overtone.exchange.letters import default_keep_down
 
     for keep in (1, 32, 128, 1000, 4096):
         for members in (2, 8, 9, 64):
