@@ -254,8 +254,9 @@ class Flight:
 
     def settle(self) -> float:
         """Wait for the end of the exchange, successful or not. Returns the seconds of waiting."""
+        if not self._thread.is_alive():
+            return 0.0
         begin = time.perf_counter()
-        self._thread.join(0)
         while self._thread.is_alive():
             self._thread.join(SLICE)
             self._background.idle()

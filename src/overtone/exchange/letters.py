@@ -98,7 +98,7 @@ class LetterCodec:
         layers = self._open(reader, piece, kernels)
         index = torch.cat([index for index, _ in layers], dim=1)
         values = torch.cat([values() for _, values in layers], dim=1)
-        # In ascending order, as all positions. A position may be in both layers if the sender is hostile: both count.
+        # In ascending order, as all positions. No position is in both layers.
         order = index.view(-1).argsort(stable=True)
         return Decoded(index[:, order], values[:, order], kernels)
 

@@ -31,6 +31,7 @@ from overtone.exchange.choice import letters_for, pattern_for, pattern_named
 from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
 from overtone.exchange.dealing import Deal
 from overtone.exchange.inner_step import InnerStep
+from overtone.exchange.letters import LetterCodec
 from overtone.exchange.message import NOBODY, Expected, Header, Kind, Seal
 from overtone.exchange.parameters import Parameters
 from overtone.exchange.pattern import Context, Contribution, Received
@@ -194,7 +195,8 @@ class Exchanger:
         elif why := self.buffers.not_finite():
             header = replace(header, kind=Kind.FAILURE)
         work = self.work(row)
-        mine, norms = Contribution(header, row.codec, why=why), torch.tensor([math.nan])
+        norms = torch.tensor([math.nan])
+        mine = failed = Contribution(header, row.codec, work.deal, letters=self._letters(row), why=why)
         if not why:
             buffers = self.buffers.blocks(work.deal.buffers, as_numbers=row.codec.payload is Payload.NUMBERS)
             try:
@@ -204,7 +206,7 @@ class Exchanger:
                 # The signal is finite, but its sum with the residual is not. Some slabs of the state have changed
                 # already. They need no repair: with such a residual no further round is possible.
                 why = self.state.broken = self.parameters.overflow(error.tensor, steps)
-                mine = Contribution(replace(header, kind=Kind.FAILURE), row.codec, why=why)
+                mine = replace(failed, header=replace(header, kind=Kind.FAILURE), why=why)
             except BaseException:  # Ctrl-C, or no memory: some slabs have taken up the signal, others have not
                 if "residual" in self.state.tensors or not row.codec.lossless:
                     self.state.broken = INTERRUPTED.format(index=self.state.rounds)
@@ -238,9 +240,12 @@ class Exchanger:
         sources: Sources,
     ) -> Contribution:
         """The contribution of this replica to a round of the method ``row``."""
-        peers, codec = len(self.transport.peers), row.codec
-        letters = letters_for(codec, row.keep_down, peers) if isinstance(codec, TopK) else None
-        return Contribution(header, codec, work.deal, blocks, buffers, letters, sources.present)
+        return Contribution(header, row.codec, work.deal, blocks, buffers, self._letters(row), sources.present)
+
+    def _letters(self, row: Method) -> LetterCodec | None:
+        """The codec of the owners' letters in a round of the method ``row``."""
+        codec = row.codec
+        return letters_for(codec, row.keep_down, len(self.transport.peers)) if isinstance(codec, TopK) else None
 
     def header(self, kind: Kind) -> Header:
         """The header of this replica's next message."""

@@ -69,7 +69,10 @@ class Sharded:
         left_out = yield from agree(inbox, mine.header, expected, context.seal, context.refused)
         counted = {rank: message for rank, message in inbox.messages.items() if rank not in left_out}
         received = _Letters([m.header for m in counted.values()], left_out, seconds, counted, mine, context, owners)
-        if any(header.kind is not mine.header.kind for header in received.headers) or not mine.blocks:
+        # Decided by the messages that count, which are the same on all ranks, and not by this replica's own message: if
+        # that was left out, it may be of another kind, and the others would wait for its letter.
+        kinds = {header.kind for header in received.headers}
+        if len(kinds) != 1 or not kinds <= set(WITH_PAYLOAD):
             return received  # the last messages, or a round that will be refused: nothing is to be averaged
         yield from self._pass_on(received, expected, peers)
         return received
@@ -98,11 +101,15 @@ class Sharded:
         """The second half: average the part that this replica owns, exchange letters, and agree on them."""
         context, mine = self.context, received.mine
         begin = time.perf_counter()
-        try:
-            header, body = replace(mine.header, kind=Kind.LETTER), received.average(len(peers))
-        except NotFiniteError:
-            header = replace(mine.header, kind=Kind.FAILURE)
-            body = b"the mean of its part is not finite; lower the learning rate, and go on from a checkpoint"
+        header = replace(mine.header, kind=Kind.FAILURE)
+        if mine.header.kind not in {other.kind for other in received.headers}:
+            # Its message was left out, and the others do not know that it cannot average its part.
+            body = mine.reason() or f"it is in another exchange ({mine.header.kind.name.lower()})".encode()
+        else:
+            try:
+                header, body = replace(mine.header, kind=Kind.LETTER), received.average(len(peers))
+            except NotFiniteError:
+                body = b"the mean of its part is not finite; lower the learning rate, and go on from a checkpoint"
         seconds = time.perf_counter() - begin
         gathered = yield Gather(seal_message(header, body, context.seal), most=self._most)
         begin = time.perf_counter()
@@ -183,6 +190,8 @@ class _Letters(Received):
             return letter
         if letter.header.kind is not Kind.LETTER:
             raise WireError(f"kind: {letter.header.kind.name.lower()} where an owner's letter is due")
+        if self.mine.letters is None:
+            raise WireError("letter: this replica has ended its rounds and expects none")
         part, reader = self.owners.index(owner), Reader(letter.body)
         self.context.buffers.unpack(reader, self._deal.buffers[part])
         for piece in self._deal.of(part):
