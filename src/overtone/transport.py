@@ -12,12 +12,14 @@ world/process_group.py.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -216,6 +218,7 @@ def counted(exchange: Exchange[T], total: Count) -> Exchange[T]:
 # -- exchanges beside the training ---------------------------------------------------------------------------------
 
 SLICE = 0.25  # seconds: the longest time until a waiting thread reacts to a signal
+PATIENCE = 30.0  # seconds that the end of a process waits for an exchange, which may have to end a computation first
 
 
 class Background:
@@ -227,6 +230,16 @@ class Background:
     def __init__(self, channel: Transport, idle: Callable[[], None] = lambda: None) -> None:
         self.channel = channel
         self.idle = idle
+        self._ending = False
+
+    def give_way(self) -> None:
+        """Raise an error if the process ends. A channel calls this now and then while it waits for a peer."""
+        if self._ending:
+            raise OvertoneError("the process ends, and with it the exchange in the background")
+
+    def end(self) -> None:
+        """Let `give_way` raise from now on."""
+        self._ending = True
 
     def launch(self, exchange: Exchange[None]) -> Flight:
         """Begin to carry an exchange. Its cost is not added to the ledger: whoever lands it does that."""
@@ -242,6 +255,7 @@ class Flight:
         self._error: BaseException | None = None
         # A daemon: a process that fails in its training must be able to end.
         self._thread = threading.Thread(target=self._carry, args=(exchange,), name="overtone exchange", daemon=True)
+        _flights.add(self)
         self._thread.start()
 
     def _carry(self, exchange: Exchange[None]) -> None:
@@ -254,8 +268,9 @@ class Flight:
 
     def settle(self) -> float:
         """Wait for the end of the exchange, successful or not. Returns the seconds of waiting."""
+        if not self._thread.is_alive():
+            return 0.0
         begin = time.perf_counter()
-        self._thread.join(0)
         while self._thread.is_alive():
             self._thread.join(SLICE)
             self._background.idle()
@@ -265,6 +280,20 @@ class Flight:
         """Raise the error of the exchange, if it failed. Call `settle` first."""
         if self._error is not None:
             raise self._error
+
+    def abandon(self) -> None:
+        """End the exchange, because the process ends: a thread that is still in native code would abort it."""
+        self._background.end()
+        self._thread.join(PATIENCE)
+
+
+_flights: WeakSet[Flight] = WeakSet()
+
+
+@atexit.register
+def _abandon_all() -> None:
+    for flight in list(_flights):
+        flight.abandon()
 
 
 class AlwaysCommits:

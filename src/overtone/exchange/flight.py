@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from overtone.codec import Block
-from overtone.coding.bits import bytes_tensor, tensor_bytes
+from overtone.coding.bits import Reader, bytes_tensor, tensor_bytes
 from overtone.errors import StateError, shortened
 from overtone.exchange.inner_step import InnerStep
-from overtone.exchange.message import Header, Kind
+from overtone.exchange.message import MOST_REPLICAS, Header, Kind
 from overtone.exchange.pattern import Contribution
 from overtone.exchange.round import Exchanger, Pending
 
@@ -76,16 +77,38 @@ def is_foreign(saved: Mapping[str, Any], exchanger: Exchanger) -> bool:
 def check(saved: Mapping[str, Any], exchanger: Exchanger) -> None:
     """Refuse a round in flight that is damaged, before anything changes."""
     try:
-        pieces = 0 if saved["why"] else len(exchanger.work(exchanger.method, *_among(saved)).deal.pieces)
-        found = [len(saved[part]) for part in ("anchor", "counters")]
-        shapes = [tensor.shape for tensor in saved["measured_at"]]
-        if shapes != [tensor.shape for tensor in exchanger.parameters.tensors] or found != [16, 16]:
-            raise ValueError("measured weights of other shapes")
-        if pieces != len(_restore_blocks(saved["blocks"])) or Kind(saved["kind"]) not in (Kind.ROUND, Kind.FAILURE):
-            raise ValueError("a message of other parts")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        why = shortened(error)
+        _check(saved, exchanger)
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        why = shortened(error)  # a `WireError` of a block too
         raise StateError(f"saved state: its round in flight is incomplete or damaged ({why})") from error
+
+
+def _check(saved: Mapping[str, Any], exchanger: Exchanger) -> None:
+    (pattern, members), failed, buffers = _among(saved), bool(saved["why"]), exchanger.buffers
+    if not 1 <= members <= MOST_REPLICAS:
+        raise ValueError(f"{members} replicas")
+    work = exchanger.work(exchanger.method, pattern, members)
+    if [tensor.shape for tensor in saved["measured_at"]] != [t.shape for t in exchanger.parameters.tensors]:
+        raise ValueError("measured weights of other shapes")
+    if [tensor.shape for tensor in saved["buffers_at"]] != ([] if failed else [t.shape for t in buffers.shared]):
+        raise ValueError("measured buffers of other shapes")
+    if [len(bytes.fromhex(saved[part])) for part in ("anchor", "counters")] != [8, 8] or int(saved["steps"]) < 0:
+        raise ValueError("a damaged header")
+    if Kind(saved["kind"]) is not (Kind.FAILURE if failed else Kind.ROUND) or not isinstance(saved["norms"], Tensor):
+        raise ValueError("a message of another kind")
+    blocks, own = _restore_blocks(saved["blocks"]), _restore_blocks(saved["buffers"])
+    if (len(blocks), len(own)) != ((0, 0) if failed else (len(work.deal.pieces), len(work.deal.buffers))):
+        raise ValueError("a message of other parts")
+    for piece, block in zip(work.deal.pieces, blocks, strict=False):  # a failure has none
+        if block.numbers is None:
+            reader = Reader(block.packed)
+            work.codec.check(reader, piece.slab, exchanger.kernels)
+            reader.end()
+        elif block.numbers.numel() != piece.slab.size:
+            raise ValueError("a block of another size")
+    numbers = sum(shared.numel() for shared in buffers.shared)
+    if any(block.numbers is not None and block.numbers.numel() != numbers for block in own):
+        raise ValueError("buffers of another size")
 
 
 def take_back(saved: Mapping[str, Any], exchanger: Exchanger) -> dict[str, Any]:
@@ -93,7 +116,10 @@ def take_back(saved: Mapping[str, Any], exchanger: Exchanger) -> dict[str, Any]:
     flight = saved["flight"]
     check(flight, exchanger)
     rest = {name: value for name, value in saved.items() if name != "flight"}
-    tensors = {name: tensor.clone() for name, tensor in saved["state"].items()}
+    try:
+        tensors = {name: tensor.clone() for name, tensor in saved["state"].items()}
+    except (AttributeError, KeyError, TypeError):
+        return rest  # whoever restores the state finds what it lacks
     work = exchanger.work(exchanger.method, *_among(flight))
     # The residual then contains the drift up to the measurement, and the next drift begins there.
     if work.withdraw(tensors, _restore_blocks(flight["blocks"])):

@@ -238,16 +238,16 @@ class Cluster:
 
     def finish(self) -> list[list[Round]]:
         """`Replica.finish` for all replicas. Absent replicas rejoin first, so that all end with the same weights."""
-        absorbed = self._absorb() if self.present()[0].exchanger.in_flight else []
+        ranks = [replica.transport.rank for replica in self.present()]
+        absorbed = dict(zip(ranks, self._absorb(), strict=True)) if self.present()[0].exchanger.in_flight else {}
         host = self.present()[0]
         for absence in self.absences:
             if absence.covers(self.rounds):
                 self._rejoin(self.replicas[absence.rank], host)
         self.absences = ()
         finishing = {rank: replica.finishing() for rank, replica in enumerate(self.replicas)}
-        return [
-            [*absorbed[rank : rank + 1], *last] for rank, last in enumerate(self.run_exchanges(finishing, "finish"))
-        ]
+        last = self.run_exchanges(finishing, "finish")
+        return [[*([absorbed[rank]] if rank in absorbed else []), *rounds] for rank, rounds in enumerate(last)]
 
     def _advance(self) -> None:
         """End the round. Replicas whose absence is over rejoin from the anchor of a replica that was present."""

@@ -77,7 +77,10 @@ class Torch(AlwaysCommits):
 
     def background(self) -> Background:
         """A second channel for exchanges that go on beside the training."""
-        return Background(self.branch(), self._idle)
+        channel = self.branch()
+        background = Background(channel, self._idle)
+        channel.watchdog.idle = background.give_way
+        return background
 
     def _idle(self) -> None:
         # Looked up each time: stop votes are set up later than this transport.
