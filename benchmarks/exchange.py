@@ -1,7 +1,7 @@
 """The sharded exchange and the delay, measured: `make exchange`.
 
 1. Bytes of a round for K = 2 to 64 replicas, on a transformer of 3.2 M parameters: gathered, sharded, DiLoCo's ring.
-2. Loss at K = 8 and 16: sharded against gathered at the same `keep`, on two texts, three seeds each.
+2. Loss at K = 8 (keep 64) and 16 (keep 32): sharded against gathered at the same `keep`, on two texts, three seeds each.
 3. Loss with a delay of half a round and of a whole one against none, on two texts, three seeds each; and what a milder
    outer momentum does.
 
@@ -38,7 +38,7 @@ SEEDS = (0, 1, 2)
 EVERY = 10
 STUDENT = {2: 12.706, 3: 4.303}  # 95 % quantile of Student's t for so many differences
 
-GATHERED, SHARDED = "decoupled:keep=64,exchange=gathered", "decoupled:keep=64,exchange=sharded"
+KEEP = {8: 64, 16: 32}  # by replicas
 LIMIT = "decoupled:keep=128,exchange=gathered"  # at four replicas: the bytes that sharded may cost at 8 and 16
 DELAYS = {delay: f"decoupled:keep=128,exchange=gathered,delay={delay}" for delay in (0, EVERY // 2, EVERY)}
 MILD = f"{DELAYS[EVERY]},momentum=0.7"
@@ -56,7 +56,9 @@ def texts(place: Path, language: Language) -> dict[str, TaskOptions]:
 def study(place: Path) -> Iterator[tuple[str, str, int, list[Cell]]]:
     """Name, text, replicas and runs of each group."""
     for text, task in texts(place, Language(width=128, layers=2, heads=4)).items():
-        for replicas, methods in ((4, (LIMIT,)), (8, (GATHERED, SHARDED)), (16, (GATHERED, SHARDED))):
+        yield "shards", text, 4, cells(f"shards/{text}/4", 4, task, 400, 4, (LIMIT,))
+        for replicas, keep in KEEP.items():
+            methods = [f"decoupled:keep={keep},exchange={exchange}" for exchange in ("gathered", "sharded")]
             yield "shards", text, replicas, cells(f"shards/{text}/{replicas}", replicas, task, 400, 4, methods)
     for text, task in texts(place, Language(width=64, layers=2, heads=4)).items():
         yield "delay", text, 4, cells(f"delay/{text}", 4, task, 1000, 4, (*DELAYS.values(), MILD))
@@ -120,6 +122,7 @@ def all_traffic() -> list[Traffic]:
     rows: dict[str, Callable[[], overtone.Method]] = {
         "gathered": lambda: overtone.decoupled(every=1, keep=64, exchange="gathered"),
         "sharded": lambda: overtone.decoupled(every=1, keep=64, exchange="sharded"),
+        "sharded, keep 128": lambda: overtone.decoupled(every=1, keep=128, exchange="sharded"),
         "DiLoCo": lambda: overtone.diloco(every=1),
     }
     kept = RUNS / "traffic"
@@ -182,29 +185,33 @@ def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
         "",
         "Made by `make exchange` (benchmarks/exchange.py). Bytes are from the ledger of one replica.",
         "",
-        f"## Bytes of a round, {size / 1e6:.1f} M parameters, keep 64",
+        f"## Bytes of a round, {size / 1e6:.1f} M parameters",
         "",
-        "| replicas | gathered | sharded, sent | received | DiLoCo's ring | gathered, fewer | sharded, fewer |",
-        "|---|---|---|---|---|---|---|",
+        "Gathered and sharded with keep 64, and sharded with keep 128: the larger of sent and received.",
+        "*Fewer*: than DiLoCo's ring.",
+        "",
+        "| replicas | DiLoCo's ring | gathered | sharded | sharded, keep 128 | gathered, fewer | sharded, fewer | keep 128 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for replicas in sorted({t.replicas for t in bytes_of}):
-        gathered, sharded, ring = (at[replicas, name] for name in ("gathered", "sharded", "DiLoCo"))
-        worst = max(sharded.sent, sharded.received)
-        lines.append(
-            f"| {replicas} | {gathered.sent / 1e3:.0f} kB | {sharded.sent / 1e3:.0f} kB "
-            f"| {sharded.received / 1e3:.0f} kB | {ring.sent / 1e6:.1f} MB "
-            f"| {ring.sent / gathered.sent:.1f}x | {ring.sent / worst:.1f}x |"
-        )
-    growth = at[64, "sharded"].sent / at[4, "sharded"].sent
+        ring, *others = (at[replicas, name] for name in ("DiLoCo", "gathered", "sharded", "sharded, keep 128"))
+        bytes_of_round = [max(other.sent, other.received) for other in others]
+        columns = [f"{n / 1e3:.0f} kB" for n in bytes_of_round] + [f"{ring.sent / n:.1f}x" for n in bytes_of_round]
+        lines.append(f"| {replicas} | {ring.sent / 1e6:.1f} MB | {' | '.join(columns)} |")
+    growth = {name: at[64, name].sent / at[4, name].sent for name in ("sharded", "sharded, keep 128")}
+    flat = at[64, "sharded"].sent / at[8, "sharded"].sent
     last = at[64, "sharded"].last / at[64, "sharded"].sent
     lines += [
         "",
-        f"From 4 to 64 replicas, sharded bytes grow {growth:.2f}x. The last messages cost {last:.1f} rounds.",
+        f"From 4 to 64 replicas, sharded bytes grow {growth['sharded, keep 128']:.2f}x with keep 128, and "
+        f"{growth['sharded']:.2f}x with keep 64, where letters of 4 replicas are not full; from 8 to 64 replicas "
+        f"{flat:.2f}x. The last messages cost {last:.1f} rounds.",
+        "",
+        "## Loss: sharded against gathered at the same keep",
         "",
     ]
-    lines += ["## Loss: sharded against gathered, keep 64", ""]
     lines += [
-        "| text | replicas | gathered | sharded | difference | MB sent | MB of gathered, keep 128, at 4 replicas |"
+        "| text | replicas, keep | gathered | sharded | difference | MB sent | MB of gathered, keep 128, at 4 replicas |"
     ]
     lines += ["|---|---|---|---|---|---|---|"]
     shards = [r for r in found if r.part == "shards"]
@@ -215,7 +222,7 @@ def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
             gathered, sharded = ([r for r in rows if pick in r.method] for pick in ("gathered", "sharded"))
             losses = " | ".join(f"{fmean(r.loss for r in group):.4f}" for group in (gathered, sharded))
             lines.append(
-                f"| {text} | {replicas} | {losses} | {shown(sharded, gathered)} "
+                f"| {text} | {replicas}, {KEEP[replicas]} | {losses} | {shown(sharded, gathered)} "
                 f"| {fmean(r.sent for r in sharded) / 1e6:.2f} | {limit / 1e6:.2f} |"
             )
     lines += ["", "## Loss with a delay, every 10, keep 128, 4 replicas", ""]

@@ -167,14 +167,14 @@ def letters_for(codec: TopK, keep_down: int | None, members: int) -> LetterCodec
 
 
 def default_keep_down(codec: TopK, members: int) -> int:
-    """How many coefficients of a 64 x 64 chunk a letter has: 7 times as many as a message, at most 448 (twice as many
-    as a message, if that is more), and no more than all messages together have.
+    """How many coefficients of a 64 x 64 chunk a letter has: as many as all messages together, at most 448 (twice as
+    many as a message, if that is more).
 
     A replica sends and receives (K − 1)/K of a message and of a letter. From eight replicas on, letters have as much
     less as this factor grows.
     """
     keep = codec.keep
-    most = min(FULL_CHUNK, 7 * keep, max(ENOUGH, 2 * keep), members * keep)
+    most = min(FULL_CHUNK, max(ENOUGH, 2 * keep), members * keep)
     if members <= FLAT_FROM:
         return most
 
