@@ -1,7 +1,7 @@
 """The sharded exchange and the delay, measured: `make exchange`.
 
 1. Bytes of a round for K = 2 to 64 replicas, on a transformer of 3.2 M parameters: gathered, sharded, DiLoCo's ring.
-2. Loss at K = 8 (keep 64) and 16 (keep 32): sharded against gathered at the same `keep`, on two texts, three seeds each.
+2. Loss at K = 8 (keep 64) and 16 (keep 32): sharded against gathered at the same `keep`, two texts, three seeds each.
 3. Loss with a delay of half a round and of a whole one against none, on two texts, three seeds each; and what a milder
    outer momentum does.
 
@@ -190,7 +190,7 @@ def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
         "Gathered and sharded with keep 64, and sharded with keep 128: the larger of sent and received.",
         "*Fewer*: than DiLoCo's ring.",
         "",
-        "| replicas | DiLoCo's ring | gathered | sharded | sharded, keep 128 | gathered, fewer | sharded, fewer | keep 128 |",
+        "| replicas | DiLoCo | gathered | sharded | sharded, keep 128 | gathered, fewer | sharded, fewer | keep 128 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for replicas in sorted({t.replicas for t in bytes_of}):
@@ -211,7 +211,7 @@ def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
         "",
     ]
     lines += [
-        "| text | replicas, keep | gathered | sharded | difference | MB sent | MB of gathered, keep 128, at 4 replicas |"
+        "| text | replicas, keep | gathered | sharded | difference | MB sent | MB, gathered, keep 128, 4 replicas |"
     ]
     lines += ["|---|---|---|---|---|---|---|"]
     shards = [r for r in found if r.part == "shards"]
