@@ -218,7 +218,7 @@ def counted(exchange: Exchange[T], total: Count) -> Exchange[T]:
 # -- exchanges beside the training ---------------------------------------------------------------------------------
 
 SLICE = 0.25  # seconds: the longest time until a waiting thread reacts to a signal
-PATIENCE = 30.0  # seconds that the end of a process waits for an exchange to give way; it has to end a computation first
+PATIENCE = 30.0  # seconds that the end of a process waits for an exchange to give way, which may still compute
 
 
 class Background:
