@@ -86,7 +86,7 @@ def test_every_unit_is_dealt_once_and_parts_are_about_equal(
     assert at == sum(slab.size for slab in slabs)
     for slab in slabs:
         pieces = [dealt.pieces[number].slab for number in dealt.inside(slab)]
-        assert [p.offset for p in pieces][0] == slab.offset
+        assert pieces[0].offset == slab.offset
         assert sum(p.units for p in pieces) == slab.units
         assert {(p.plain, p.h if not slab.plain else 1) for p in pieces} == {(slab.plain, slab.h)}
     for plain in (False, True):
