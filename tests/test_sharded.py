@@ -30,9 +30,8 @@ from overtone.coding.kernels import Kernels, in_numba, in_torch
 from overtone.errors import WireError
 from overtone.exchange import message as wire
 from overtone.exchange.buffers import Buffers
-from overtone.exchange.choice import letters_for
 from overtone.exchange.dealing import deal
-from overtone.exchange.letters import LetterCodec
+from overtone.exchange.letters import LetterCodec, letters_for
 from overtone.exchange.message import HEADER_BYTES, MAGIC, Expected, Header, Kind, Seal
 from overtone.exchange.pattern import Context, Contribution
 from overtone.exchange.sharded import Sharded, _Letters
@@ -85,7 +84,7 @@ def test_every_unit_is_dealt_once_and_parts_are_about_equal(
         at += piece.slab.size
     assert at == sum(slab.size for slab in slabs)
     for slab in slabs:
-        pieces = [dealt.pieces[number].slab for number in dealt.inside(slab)]
+        pieces = [dealt.pieces[number].slab for number in dealt.inside[slab.offset]]
         assert pieces[0].offset == slab.offset
         assert sum(p.units for p in pieces) == slab.units
         assert {(p.plain, p.h if not slab.plain else 1) for p in pieces} == {(slab.plain, slab.h)}
@@ -94,11 +93,11 @@ def test_every_unit_is_dealt_once_and_parts_are_about_equal(
         unit = max((bits(slab) / slab.units for slab in here), default=0)
         costs = [0.0] * parts
         for slab in here:
-            for number in dealt.inside(slab):
+            for number in dealt.inside[slab.offset]:
                 piece = dealt.pieces[number]
                 costs[piece.part] += bits(slab) * piece.slab.units / slab.units
         assert max(costs) <= sum(costs) / parts + unit + 1
-        ran = [dealt.pieces[number].part for slab in here for number in dealt.inside(slab)]
+        ran = [dealt.pieces[number].part for slab in here for number in dealt.inside[slab.offset]]
         assert ran == sorted(ran)  # a part is one run
     assert [number for own in dealt.buffers for number in own] == list(range(len(buffers)))
     sizes = [sum(buffers[number] for number in own) for own in dealt.buffers]
@@ -257,8 +256,9 @@ class Reading:
         layout, buffers = codec.layout([(70, 130), (64, 64), (9,)]), Buffers(model, "shared")
         context = Context(layout, kernels, buffers, seal, torch.device("cpu"))
         dealt = Sharded(context, codec, letters).deal(2)
-        mine = Contribution(replace(OWNER, kind=Kind.ROUND, sender=0), codec, dealt, letters=letters)
-        self.letters = _Letters([], {}, 0.0, {}, mine, context, [0, 1])
+        header = replace(OWNER, kind=Kind.ROUND, sender=0)
+        mine = Contribution(header, codec, dealt, keep_down=80)
+        self.letters = _Letters([header], {}, 0.0, {}, mine, context, [0, 1], letters)
         dice = torch.Generator().manual_seed(0)
         model.running_var.add_(1.0)  # type: ignore[union-attr]
         pieces = [torch.randn(slab.chunks, slab.area, generator=dice) ** 5 for slab in dealt.of(1)]

@@ -60,10 +60,9 @@ def restore(saved: Mapping[str, Any], exchanger: Exchanger, inner_step: InnerSte
         bytes.fromhex(saved["anchor"]),
         bytes.fromhex(saved["counters"]),
     )
-    mine = Contribution(header, work.codec, why=saved["why"])
-    if not mine.why:
-        blocks, buffers = _restore_blocks(saved["blocks"]), _restore_blocks(saved["buffers"])
-        mine = Contribution(header, work.codec, work.deal, blocks, buffers, exchanger.method.keep_down)
+    blocks, buffers = _restore_blocks(saved["blocks"]), _restore_blocks(saved["buffers"])
+    keep_down = exchanger.method.keep_down
+    mine = Contribution(header, work.codec, work.deal, blocks, buffers, keep_down, why=saved["why"])
     seconds = 0.0  # of encoding: an earlier session spent them
     pending = Pending(work, mine, inner_step, sources, header.steps, saved["norms"], seconds, list(saved["buffers_at"]))
     return exchanger.resume(pending)

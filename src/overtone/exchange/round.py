@@ -122,7 +122,8 @@ class Exchanger:
             header = replace(header, kind=Kind.ABSTAIN if self._may_skip(inner_step) else Kind.FAILURE)
         elif why := self.buffers.not_finite():
             header = replace(header, kind=Kind.FAILURE)
-        mine, norms = Contribution(header, row.codec, why=why), torch.tensor([math.nan])
+        mine = Contribution(header, row.codec, work.deal, keep_down=row.keep_down, why=why)
+        norms = torch.tensor([math.nan])
         if not why:
             buffers = self.buffers.blocks(work.deal.buffers, as_numbers=row.codec.payload is Payload.NUMBERS)
             try:
@@ -132,7 +133,7 @@ class Exchanger:
                 # The signal is finite, but its sum with the residual is not. Some slabs of the state have changed
                 # already. They need no repair: with such a residual no further round is possible.
                 why = self.state.broken = self.parameters.overflow(error.tensor, steps)
-                mine = Contribution(replace(header, kind=Kind.FAILURE), row.codec, why=why)
+                mine = replace(mine, header=replace(header, kind=Kind.FAILURE), why=why)
             except BaseException:  # Ctrl-C, or no memory: some slabs have taken up the signal, others have not
                 if "residual" in self.state.tensors or not row.codec.lossless:
                     self.state.broken = INTERRUPTED.format(index=self.state.rounds)

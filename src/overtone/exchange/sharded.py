@@ -23,7 +23,7 @@ from overtone.codec import Block, Codec, Decoded, TopK, mean_of_blocks
 from overtone.coding.bits import Reader
 from overtone.coding.chunks import Slab
 from overtone.coding.layout import inner_part
-from overtone.errors import GaveUpError, NotFiniteError, WireError
+from overtone.errors import NotFiniteError, WireError
 from overtone.exchange.buffers import pack_values
 from overtone.exchange.consensus import Inbox, agree
 from overtone.exchange.dealing import Deal, deal
@@ -117,10 +117,6 @@ class Sharded:
         inbox = Inbox(peers).read(gathered, lambda owner, raw: received.open_letter(raw, expected, owner))
         received.seconds += seconds + time.perf_counter() - begin
         absent = yield from agree(inbox, mine.header, expected, context.seal, context.refused, "letter")
-        if not received.takes_part and mine.header.sender in absent:  # the others did not hear of it, and go on
-            raise GaveUpError(
-                f"round {expected.round}: this replica could not take part: {body.decode(errors='replace')}"
-            )
         received.take(inbox.messages, absent)
 
 
@@ -193,8 +189,8 @@ class _Letters(Received):
             return letter
         if letter.header.kind is not Kind.LETTER:
             raise WireError(f"kind: {letter.header.kind.name.lower()} where an owner's letter is due")
-        if not self.takes_part:
-            return letter  # this replica will not decode it
+        if self.mine.deal is None:
+            raise WireError("letter: this replica has ended its rounds and expects none")
         part, reader = self.owners.index(owner), Reader(letter.body)
         self.context.buffers.unpack(reader, self._deal.buffers[part])
         for piece in self._deal.of(part):
