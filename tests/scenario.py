@@ -25,6 +25,7 @@ def small(row: Callable[..., Method]) -> Method:
 # Every row of the table, and rows whose rounds meet or overlap in another way. Each must pass the same tests.
 METHODS = {
     **{name: small(row) for name, row in overtone.METHODS.items()},
+    "decoupled": overtone.decoupled(**SMALL, exchange="gathered"),  # "auto" would depend on the number of replicas
     "decoupled, sharded": overtone.decoupled(**SMALL, exchange="sharded", keep_down=700),
     "decoupled, delayed": overtone.decoupled(**SMALL, delay=2),
     "decoupled, sharded, delayed": overtone.decoupled(**SMALL, exchange="sharded", delay=EVERY),

@@ -49,7 +49,7 @@ def line(words: str, *told: str, status: int = 2, **env: str) -> Line:
 
 # -- rules times values ----------------------------------------------------------------------------------------------
 
-MAY_BE_ZERO = {
+MAY_BE_ZERO = {"delay", 
     "warmup", "weight_decay", "latency", "step_seconds", "port", "seed", "skew", "crop", "momentum", "decay", "carry",
     "drain",
 }  # fmt: skip

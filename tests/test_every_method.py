@@ -45,7 +45,8 @@ def test_converges_on_a_convex_problem(method: Method) -> None:
     cluster.finish()
     goal = everything if method.consensus else goals[0]
     distance = float((cluster.replicas[0].model.weight.detach() - goal).norm() / goal.norm())
-    assert distance < (0.1 if method.consensus or method.every is None else 0.5)
+    late = 0.02 if method.delay and method.delay == method.every else 0.0  # the last rounds lag by a whole round
+    assert distance < (0.1 + late if method.consensus or method.every is None else 0.5)
 
 
 @consensus_method

@@ -44,7 +44,7 @@ QUIET = 0.25  # seconds; the kernel delays an acknowledgement by 0.2 at most
 PATIENCE = 300  # seconds for all ranks together; only there to end a hang
 
 METHODS = {
-    "gathered": overtone.decoupled(every=1, keep=1024, bits=32),
+    "gathered": overtone.decoupled(every=1, keep=1024, bits=32, exchange="gathered"),
     "summed": overtone.diloco(every=1),
 }
 
