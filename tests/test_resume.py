@@ -258,8 +258,8 @@ MOMENTS = [
 IN_FLIGHT = [
     after("exchange.round:Exchanger.start", rank=1, step=4, until=saved(3)),
     before("replica:Replica._absorb", rank=0, count=1),
-    after("exchange.round:Exchanger.finish", rank=1, count=1, until=saved(6)),
-    after("exchange.round:Exchanger.start", rank=0, step=8),
+    after("exchange.round:Exchanger.finish", rank=1, count=1),
+    after("exchange.round:Exchanger.start", rank=0, step=8, until=saved(6)),
     Moment(SAVE_FILE, "half", rank=1, until=(file(9, 0),)),
     after("transport:Flight.settle", rank=1, count=2, until=saved(9)),
     before("runs.evaluate:measure", rank=0, step=20, until=saved(18)),
