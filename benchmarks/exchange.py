@@ -206,10 +206,12 @@ def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
         f"From 4 to 64 replicas, sharded bytes grow {growth['sharded, keep 128']:.2f}x with keep 128, and "
         f"{growth['sharded']:.2f}x with keep 64, where letters of 4 replicas are not full; from 8 to 64 replicas "
         f"{flat:.2f}x. The last messages cost {last:.1f} rounds.",
-        "",
-        "## Loss: sharded against gathered at the same keep",
-        "",
     ]
+    return "\n".join(lines + (_losses(found) if found else [])) + "\n"
+
+
+def _losses(found: Sequence[Result]) -> list[str]:
+    lines = ["", "## Loss: sharded against gathered at the same keep", ""]
     lines += [
         "| text | replicas, keep | gathered | sharded | difference | MB sent | MB, gathered, keep 128, 4 replicas |"
     ]
@@ -234,15 +236,19 @@ def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
         others = " | ".join(shown(rows[name], none) for name in (DELAYS[EVERY // 2], DELAYS[EVERY], MILD))
         lines.append(f"| {text} | {fmean(r.loss for r in none):.4f} | {others} |")
     lines += ["", "Differences are means of three seeds, paired by seed, with a 95 % interval (Student's t)."]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="directory with kjv.txt")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--bytes", action="store_true", help="only the first part, which takes some minutes")
     args = parser.parse_args()
     begun = time.monotonic()
+    if args.bytes:
+        RESULTS.write_text(report(all_traffic(), []))
+        return
     groups = list(study(args.data))
     make(RUNS, [cell for *_, made in groups for cell in made], args.workers)
     found = [result for group in groups for result in results(*group)]
