@@ -106,10 +106,12 @@ def traffic(replicas: int, name: str, method: overtone.Method) -> Traffic:
         return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
     cluster = Cluster(build, method, replicas=replicas)
+    # A generator for each replica: `build` has set the random states of all replicas alike.
+    dice = [torch.Generator().manual_seed(1 + rank) for rank in range(replicas)]
     for _ in range(2):
         for replica in cluster.turns():
             for p in replica.model.parameters():
-                p.grad = torch.randn_like(p)
+                p.grad = torch.randn(p.shape, generator=dice[replica.transport.rank])
         cluster.step()
     cluster.finish()
     counts = [replica.transport.ledger.counts for replica in cluster.replicas]
