@@ -128,7 +128,7 @@ class Exchanger:
             buffers = self.buffers.blocks(work.deal.buffers, as_numbers=row.codec.payload is Payload.NUMBERS)
             try:
                 blocks, norms = work.encode(self.state.tensors, sources, scale=scale)
-                mine = Contribution(header, row.codec, work.deal, blocks, buffers, row.keep_down, sources.present)
+                mine = replace(mine, blocks=blocks, buffers=buffers, present=sources.present)
             except NotFiniteError as error:
                 # The signal is finite, but its sum with the residual is not. Some slabs of the state have changed
                 # already. They need no repair: with such a residual no further round is possible.

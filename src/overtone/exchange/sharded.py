@@ -55,13 +55,12 @@ class Sharded:
 
     def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
         context, members = self.context, len(peers)
-        rank = mine.header.sender
         # By part: its owner in this round.
         owners = [peers[(part + expected.round) % members] for part in range(members)]
-        own_part = owners.index(rank)
+        own_part = owners.index(mine.header.sender)
         bodies = {owner: self._body(mine, part) for part, owner in enumerate(owners)}
-        letters = [seal_message(mine.header, bodies[peer], context.seal) for peer in peers]
-        arrived = yield AllToAll(letters, self._most)
+        messages = [seal_message(mine.header, bodies[peer], context.seal) for peer in peers]
+        arrived = yield AllToAll(messages, self._most)
         begin = time.perf_counter()
         inbox = Inbox(peers, personal=True)
         inbox.read(arrived, lambda sender, raw: self._open(raw, expected, sender, mine, own_part))
