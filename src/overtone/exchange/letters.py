@@ -35,7 +35,7 @@ from overtone.coding.kernels import Kernels
 from overtone.coding.kernels.in_torch import EXCEPTIONAL, FRACTION, grid, largest_step
 from overtone.errors import NotFiniteError, WireError
 
-ENOUGH = 448  # coefficients of a letter, of each 64 x 64 chunk; more were not better (benchmarks/exchange.py)
+ENOUGH = 512  # coefficients of a letter, of each 64 x 64 chunk: what 8 replicas send with keep 64
 FLAT_FROM = 8  # replicas; with more of them, letters shrink a little, so that a replica's bytes stay the same
 PASSES = 4  # how often values are assigned to layers, and the mean magnitudes of the layers are computed again
 
@@ -167,7 +167,7 @@ def letters_for(codec: TopK, keep_down: int | None, members: int) -> LetterCodec
 
 
 def default_keep_down(codec: TopK, members: int) -> int:
-    """How many coefficients of a 64 x 64 chunk a letter has: as many as all messages together, at most 448 (twice as
+    """How many coefficients of a 64 x 64 chunk a letter has: as many as all messages together, at most 512 (twice as
     many as a message, if that is more).
 
     A replica sends and receives (K − 1)/K of a message and of a letter. From eight replicas on, letters have as much
