@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from overtone.codec import BITS, Dense, TopK, encode_values, mean, open_values
+from overtone.codec import BITS, Dense, TopK, mean
 from overtone.coding.bits import Reader
 from overtone.coding.kernels import Kernels, in_numba, in_torch, kernels_for
 from overtone.coding.kernels.in_torch import select
 from overtone.coding.transforms import TRANSFORMS
+from overtone.coding.values import encode_values, open_values
 from overtone.errors import MethodError, NotFiniteError, WireError
 from overtone.exchange import message as wire
 from overtone.exchange.gathered import bytes_of

@@ -16,23 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from overtone.codec import (
-    FULL_CHUNK,
-    MOST_BF16,
-    NO_EXCEPTIONS,
-    Block,
-    Decoded,
-    TopK,
-    Values,
-    open_exceptions,
-    open_steps,
-    pack_exceptions,
-    position_bits,
-)
+from overtone.codec import FULL_CHUNK, Block, Decoded, TopK, position_bits
 from overtone.coding.bits import Reader, bytes_tensor, field_bytes, tensor_bytes, unpack_fields
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels
 from overtone.coding.kernels.in_torch import EXCEPTIONAL, FRACTION, grid, largest_step
+from overtone.coding.values import MOST_BF16, NO_EXCEPTIONS, Values, open_exceptions, open_steps, pack_exceptions
 from overtone.errors import NotFiniteError, WireError
 
 ENOUGH = 512  # coefficients of a letter, of each 64 x 64 chunk: what 8 replicas send with keep 64
