@@ -27,7 +27,7 @@ from overtone.errors import MethodError, StateError
 from overtone.exchange.message import MAGIC, Kind
 from overtone.exchange.signals import Gradient, Silence
 from overtone.rules import Mean
-from overtone.transport import Background
+from overtone.transport import Background, Flight
 from overtone.world.process_group import Torch
 from scenario import EVERY, backward, batches, build, run_replica, weights
 
@@ -52,16 +52,20 @@ class Gate(Solo):
         self.channel = Channel(self)
 
     def background(self) -> Background:
-        return Background(self.channel, lambda: self.idle())
+        self.channel.carrier = Background(self.channel, lambda: self.idle())
+        return self.channel.carrier
 
 
 class Channel(Solo):
     def __init__(self, gate: Gate) -> None:
         super().__init__()
         self.gate = gate
+        self.carrier: Background | None = None
 
     def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:
-        self.gate.open.wait()
+        while not self.gate.open.wait(0.1):
+            assert self.carrier is not None
+            self.carrier.give_way()  # at the end of the process
         if self.gate.error is not None:
             raise self.gate.error
         return super().gather(message, most=most, count=count)
@@ -251,6 +255,46 @@ def test_an_interrupt_while_waiting_leaves_the_round_in_flight() -> None:
     assert record is not None
     assert record.index == 0
     assert replica.finish()[0].index == 1
+
+
+@pytest.mark.parametrize("where", ["before there is a flight", "before it begins"])
+def test_an_interrupt_just_before_the_exchange_begins_loses_no_round(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    replica, _ = gated(DELAYED["gathered"])
+    for seed in range(EVERY - 1):
+        assert step(replica, seed) is None
+    backward(replica, next(batches(EVERY - 1)))
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            *((Background, "flight") if where == "before there is a flight" else (Flight, "begin")), interrupt
+        )
+        with pytest.raises(KeyboardInterrupt):
+            replica.step()
+    assert "flight" in replica.state_dict()
+    assert step(replica) is None
+    record = step(replica)  # after a delay of two steps, as if nothing had been
+    assert record is not None
+    assert record.index == 0
+
+
+def test_an_exchange_that_fails_in_flight_still_costs_its_bytes() -> None:
+    """Three replicas: the second cannot take part, and says so in a message of its own."""
+    cluster = Cluster(build, DELAYED["gathered"], replicas=3)
+    for _ in range(EVERY):
+        for replica, batch in zip(cluster.turns(), batches(0), strict=False):
+            backward(replica, batch)
+            if replica.transport.rank == 1:
+                replica.state.broken = "a test broke it"
+        cluster.step()
+    before = [replica.transport.ledger.counts["rounds"].sent for replica in cluster.replicas]
+    assert before == [0, 0, 0]
+    with pytest.raises(overtone.OvertoneError, match="rank 1 could not take part"):
+        cluster.finish()
+    assert all(replica.transport.ledger.counts["rounds"].sent > 0 for replica in cluster.replicas)
 
 
 def test_methods_without_a_drift_refuse_a_delay_by_name() -> None:

@@ -397,6 +397,17 @@ def test_one_that_fails_and_cannot_be_read_at_all_is_left_out() -> None:
     assert len({replica.fingerprint for replica in cluster.replicas}) == 1
 
 
+def test_a_mean_of_buffers_that_overflows_is_told_by_its_owner() -> None:
+    """Every replica's value is finite, and their sum is not. Nobody may take the owner's letter for damaged."""
+    cluster = clusters(replace(SHARDED, every=1))
+    for replica in cluster.replicas:
+        replica.buffers.float_tensors()[0].fill_(3e38)
+    before = [replica.fingerprint for replica in cluster.replicas]
+    with pytest.raises(PeerError, match="could not take part: the mean of its part is not finite"):
+        advance(cluster)
+    assert [replica.fingerprint for replica in cluster.replicas] == before
+
+
 def test_one_that_has_ended_its_rounds_and_is_left_out_stops_nobody() -> None:
     """Rank 1 finishes, the others do not; and its last message is damaged, which would have told them."""
     cluster = clusters(replace(SHARDED, every=1, drain=0))

@@ -240,21 +240,24 @@ class Replica:
     # -- a round in flight -----------------------------------------------------------------------------------------
 
     def _launch(self, pending: Pending) -> None:
-        """Let the exchange of a round go on in the background."""
+        """Let the exchange of a round go on in the background, if it does not yet."""
         if self._background is not None:  # in the simulator, the cluster carries it
-            self._flight = self._background.launch(pending.exchange)
+            self._flight = self._flight or self._background.flight(pending.exchange)
+            self._flight.begin()
 
     def _absorb(self) -> Round:
         """Wait for the exchange in flight, if it is not over yet, and finish its round."""
-        pending, carried = self.exchanger.in_flight, self._flight
+        pending = self.exchanger.in_flight
         assert pending is not None
+        self._launch(pending)  # an interrupt may have come before the first time
+        carried = self._flight
         assert carried is not None
         waited = carried.settle()  # an interrupt here changes nothing: the round stays in flight
         self._flight = None
         try:
             carried.land()
         except BaseException:
-            self.exchanger.refuse(pending)
+            self.exchanger.refuse(pending, waited=waited)
             raise
         return self.exchanger.finish(pending, waited=waited, hidden=max(0.0, carried.seconds - waited))
 

@@ -204,6 +204,7 @@ def counted(exchange: Exchange[T], total: Count) -> Exchange[T]:
                 # Passed on to the carrier, which fills the collective's own count before it answers.
                 result = yield collective
             except OvertoneError as error:
+                total.add(collective.count)
                 collective = exchange.throw(error)
             else:
                 total.add(collective.count)
@@ -241,27 +242,31 @@ class Background:
         """Let `give_way` raise from now on."""
         self._ending = True
 
-    def launch(self, exchange: Exchange[None]) -> Flight:
-        """Begin to carry an exchange. Its cost is not added to the ledger: whoever lands it does that."""
+    def flight(self, exchange: Exchange[None]) -> Flight:
+        """A flight for an exchange. Its cost is not added to the ledger: whoever lands it does that."""
         return Flight(exchange, self)
 
 
 class Flight:
-    """An exchange that is carried in the background."""
+    """An exchange that is carried in the background, from `begin` on."""
 
     def __init__(self, exchange: Exchange[None], background: Background) -> None:
         self.seconds = 0.0  # that it took
-        self._background = background
+        self.background = background
         self._error: BaseException | None = None
         # A daemon: a process that fails in its training must be able to end.
         self._thread = threading.Thread(target=self._carry, args=(exchange,), name="overtone exchange", daemon=True)
         _flights.add(self)
-        self._thread.start()
+
+    def begin(self) -> None:
+        """Begin to carry the exchange, if it has not begun."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def _carry(self, exchange: Exchange[None]) -> None:
         begin = time.perf_counter()
         try:
-            run_exchange(exchange, self._background.channel, None)
+            run_exchange(exchange, self.background.channel, None)
         except BaseException as error:  # raised by `land`, in the thread that can act on it
             self._error = error
         self.seconds = time.perf_counter() - begin
@@ -273,7 +278,7 @@ class Flight:
         begin = time.perf_counter()
         while self._thread.is_alive():
             self._thread.join(SLICE)
-            self._background.idle()
+            self.background.idle()
         return time.perf_counter() - begin
 
     def land(self) -> None:
@@ -281,10 +286,11 @@ class Flight:
         if self._error is not None:
             raise self._error
 
-    def abandon(self) -> None:
-        """End the exchange, because the process ends: a thread that is still in native code would abort it."""
-        self._background.end()
-        self._thread.join(PATIENCE)
+    def abandon(self, patience: float) -> None:
+        """Wait for the end of an exchange that gives way. A thread that is still in native code would abort the end of
+        the process."""
+        if self._thread.ident is not None:
+            self._thread.join(patience)
 
 
 _flights: WeakSet[Flight] = WeakSet()
@@ -292,8 +298,12 @@ _flights: WeakSet[Flight] = WeakSet()
 
 @atexit.register
 def _abandon_all() -> None:
-    for flight in list(_flights):
-        flight.abandon()
+    flights = list(_flights)
+    for flight in flights:
+        flight.background.end()
+    deadline = time.monotonic() + PATIENCE
+    for flight in flights:
+        flight.abandon(max(0.0, deadline - time.monotonic()))
 
 
 class AlwaysCommits:

@@ -180,12 +180,15 @@ class Exchanger:
         yield Commit(self.state.rounds)
         pending.received = received
 
-    def refuse(self, pending: Pending) -> None:
+    def refuse(self, pending: Pending, *, waited: float = 0.0) -> None:
         """Take a round back whose exchange failed or was interrupted.
 
         The payload goes back into the residual. The replica can go on, or be saved, as if the round had never begun.
+        ``waited`` is as in `finish`.
         """
         self.state.under_way, self.in_flight = False, None
+        if pending.overlapped:
+            self._count_flight(pending, waited)
         # The residual now contains this drift, so the drift must not be measured a second time.
         if pending.work.withdraw(self.state.tensors, pending.contribution.blocks):
             self.signal.restart(pending.sources)
@@ -254,9 +257,7 @@ class Exchanger:
                 raise
         seconds = time.perf_counter() - begin
         if pending.overlapped:
-            # Only now, so that a checkpoint never has half of the cost of an exchange.
-            pending.count.waiting = waited
-            self.transport.ledger.add("rounds", pending.count)
+            self._count_flight(pending, waited)
         else:
             seconds += received.seconds
         if abstained:
@@ -264,6 +265,11 @@ class Exchanger:
         elif not self.signal.inner_first:
             pending.inner_step.take()
         return replace(self._record(pending, received, seconds), seconds_hidden=hidden)
+
+    def _count_flight(self, pending: Pending, waited: float) -> None:
+        """Add the cost of an overlapped exchange to the ledger: after its end, so that no checkpoint has half of it."""
+        pending.count.waiting = waited
+        self.transport.ledger.add("rounds", pending.count)
 
     def _absorb(self, pending: Pending, received: Received) -> None:
         """Mean → rule → weights, slab by slab; then the buffers. The messages are verified already."""

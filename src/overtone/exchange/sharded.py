@@ -162,7 +162,10 @@ class _Letters(Received):
         buffers, own = self.context.buffers, self._deal.buffers[part]
         # In rank order, as everywhere.
         readers = [Reader(message.body) for message in self.messages.values()]
-        blocks = [Block(pack_values(buffers.average(own, [buffers.unpack(reader, own) for reader in readers])))]
+        means = buffers.average(own, [buffers.unpack(reader, own) for reader in readers])
+        if any(mean is not None and not bool(torch.isfinite(mean).all()) for mean in means):
+            raise NotFiniteError(-1)  # the sum of large values; readers would take such a letter for corrupt
+        blocks = [Block(pack_values(means))]
         for number, piece in enumerate(self._deal.pieces):
             if piece.part == part:
                 blocks.append(self._average_piece(number, piece.slab, readers, members))

@@ -223,10 +223,10 @@ class Cluster:
         for replica in self.turns():
             rank, pending = replica.transport.rank, replica.exchanger.in_flight
             assert pending is not None
-            if flight.error is not None:
-                replica.exchanger.refuse(pending)
-                continue
             waited = max(0.0, flight.arrives[rank] - self._busy[rank])
+            if flight.error is not None:
+                replica.exchanger.refuse(pending, waited=waited)
+                continue
             self._busy[rank] += waited
             hidden = flight.arrives[rank] - flight.began[rank] - waited
             rounds.append(replica.exchanger.finish(pending, waited=waited, hidden=hidden))
