@@ -2,8 +2,8 @@
 
 1. Bytes of a round for K = 2 to 64 replicas, on a transformer of 3.2 M parameters: gathered, sharded, DiLoCo's ring.
 2. Loss at K = 8 (keep 64) and 16 (keep 32): sharded against gathered at the same `keep`, two texts, three seeds each.
-3. Loss with a delay of half a round and of a whole one against none, on two texts, three seeds each; and what a milder
-   outer momentum does.
+3. Loss with a delay of half a round and of a whole one against none, on two texts, three seeds each, with the outer
+   momentum that is best without a delay and with a milder one.
 
 The texts are the embedded default and the King James Bible (kjv.txt, looked for in the directory of the flag --data).
 Runs are kept below runs/exchange, so that an interrupted study continues where it stopped. The results go to
@@ -40,8 +40,13 @@ STUDENT = {2: 12.706, 3: 4.303}  # 95 % quantile of Student's t for so many diff
 
 KEEP = {8: 64, 16: 32}  # by replicas
 LIMIT = "decoupled:keep=128,exchange=gathered"  # at four replicas: the bytes that sharded may cost at 8 and 16
-DELAYS = {delay: f"decoupled:keep=128,exchange=gathered,delay={delay}" for delay in (0, EVERY // 2, EVERY)}
-MILD = f"{DELAYS[EVERY]},momentum=0.7"
+# By delay and outer momentum.
+DELAYS = {
+    (delay, momentum): f"decoupled:keep=128,exchange=gathered,momentum={momentum},delay={delay}"
+    for delay in (0, EVERY // 2, EVERY)
+    for momentum in (0.8, 0.7)
+}
+NONE = DELAYS[0, 0.8]
 
 
 def texts(place: Path, language: Language) -> dict[str, TaskOptions]:
@@ -61,7 +66,7 @@ def study(place: Path) -> Iterator[tuple[str, str, int, list[Cell]]]:
             methods = [f"decoupled:keep={keep},exchange={exchange}" for exchange in ("gathered", "sharded")]
             yield "shards", text, replicas, cells(f"shards/{text}/{replicas}", replicas, task, 400, 4, methods)
     for text, task in texts(place, Language(width=64, layers=2, heads=4)).items():
-        yield "delay", text, 4, cells(f"delay/{text}", 4, task, 1000, 4, (*DELAYS.values(), MILD))
+        yield "delay", text, 4, cells(f"delay/{text}", 4, task, 1000, 4, tuple(DELAYS.values()))
 
 
 def cells(name: str, replicas: int, task: TaskOptions, steps: int, batch: int, methods: Sequence[str]) -> list[Cell]:
@@ -81,20 +86,32 @@ def cells(name: str, replicas: int, task: TaskOptions, steps: int, batch: int, m
 # -- 1: bytes --------------------------------------------------------------------------------------------------------
 
 
+METHODS: dict[str, Callable[[], overtone.Method]] = {
+    "DiLoCo": lambda: overtone.diloco(every=1),
+    "gathered, keep 64": lambda: overtone.decoupled(every=1, keep=64, exchange="gathered"),
+    "sharded, keep 32": lambda: overtone.decoupled(every=1, keep=32, exchange="sharded"),
+    "sharded, keep 64": lambda: overtone.decoupled(every=1, keep=64, exchange="sharded"),
+    "sharded, keep 128": lambda: overtone.decoupled(every=1, keep=128, exchange="sharded"),
+}
+
+
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one replica in a round, and in the last messages."""
+    """Bytes of one replica in a round."""
 
     replicas: int
     method: str
     parameters: int
     sent: float
     received: float
-    last: int
+
+    @property
+    def most(self) -> float:
+        return max(self.sent, self.received)
 
 
 def traffic(replicas: int, name: str, method: overtone.Method) -> Traffic:
-    """Two rounds and the last messages of a transformer of 3.2 M parameters, from the ledger.
+    """Two rounds of a transformer of 3.2 M parameters, from the ledger.
 
     The gradients are noise. So replicas agree in nothing, and letters have as many values as they may: the most bytes.
     """
@@ -113,28 +130,21 @@ def traffic(replicas: int, name: str, method: overtone.Method) -> Traffic:
             for p in replica.model.parameters():
                 p.grad = torch.randn(p.shape, generator=dice[replica.transport.rank])
         cluster.step()
-    cluster.finish()
-    counts = [replica.transport.ledger.counts for replica in cluster.replicas]
+    counts = [replica.transport.ledger.counts["rounds"] for replica in cluster.replicas]
     size = sum(p.numel() for p in cluster.replicas[0].model.parameters())
-    worst = max(counts, key=lambda count: max(count["rounds"].sent, count["rounds"].received))
-    return Traffic(replicas, name, size, worst["rounds"].sent / 2, worst["rounds"].received / 2, worst["finish"].sent)
+    worst = max(counts, key=lambda count: max(count.sent, count.received))
+    return Traffic(replicas, name, size, worst.sent / 2, worst.received / 2)
 
 
 def all_traffic() -> list[Traffic]:
-    rows: dict[str, Callable[[], overtone.Method]] = {
-        "gathered": lambda: overtone.decoupled(every=1, keep=64, exchange="gathered"),
-        "sharded": lambda: overtone.decoupled(every=1, keep=64, exchange="sharded"),
-        "sharded, keep 128": lambda: overtone.decoupled(every=1, keep=128, exchange="sharded"),
-        "DiLoCo": lambda: overtone.diloco(every=1),
-    }
     kept = RUNS / "traffic"
     kept.mkdir(parents=True, exist_ok=True)
     found = []
     for replicas in (2, 4, 8, 16, 32, 64):
-        for name, row in rows.items():
+        for name, method in METHODS.items():
             file = kept / f"{name}-{replicas}.json"
             if not file.exists():
-                file.write_text(json.dumps(vars(traffic(replicas, name, row()))))
+                file.write_text(json.dumps(vars(traffic(replicas, name, method()))))
             found.append(Traffic(**json.loads(file.read_text())))
     return found
 
@@ -181,7 +191,7 @@ def shown(rows: Sequence[Result], other: Sequence[Result]) -> str:
 
 def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
     at = {(t.replicas, t.method): t for t in bytes_of}
-    size = bytes_of[0].parameters
+    size, names = bytes_of[0].parameters, [name for name in METHODS if name != "DiLoCo"]
     lines = [
         "# The sharded exchange and the delay",
         "",
@@ -189,26 +199,19 @@ def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:
         "",
         f"## Bytes of a round, {size / 1e6:.1f} M parameters",
         "",
-        "Gathered and sharded with keep 64, and sharded with keep 128: the larger of sent and received.",
-        "*Fewer*: than DiLoCo's ring.",
+        "The larger of sent and received, and how many times fewer than DiLoCo's ring sends.",
         "",
-        "| replicas | DiLoCo | gathered | sharded | sharded, keep 128 | gathered, fewer | sharded, fewer | keep 128 |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| replicas | DiLoCo | {' | '.join(names)} |",
+        "|---|---|" + "---|" * len(names),
     ]
     for replicas in sorted({t.replicas for t in bytes_of}):
-        ring, *others = (at[replicas, name] for name in ("DiLoCo", "gathered", "sharded", "sharded, keep 128"))
-        bytes_of_round = [max(other.sent, other.received) for other in others]
-        columns = [f"{n / 1e3:.0f} kB" for n in bytes_of_round] + [f"{ring.sent / n:.1f}x" for n in bytes_of_round]
-        lines.append(f"| {replicas} | {ring.sent / 1e6:.1f} MB | {' | '.join(columns)} |")
-    growth = {name: at[64, name].sent / at[4, name].sent for name in ("sharded", "sharded, keep 128")}
-    flat = at[64, "sharded"].sent / at[8, "sharded"].sent
-    last = at[64, "sharded"].last / at[64, "sharded"].sent
-    lines += [
-        "",
-        f"From 4 to 64 replicas, sharded bytes grow {growth['sharded, keep 128']:.2f}x with keep 128, and "
-        f"{growth['sharded']:.2f}x with keep 64, where letters of 4 replicas are not full; from 8 to 64 replicas "
-        f"{flat:.2f}x. The last messages cost {last:.1f} rounds.",
-    ]
+        ring = at[replicas, "DiLoCo"].sent
+        columns = [f"{at[replicas, name].most / 1e3:.0f} kB, {ring / at[replicas, name].most:.1f}x" for name in names]
+        lines.append(f"| {replicas} | {ring / 1e6:.1f} MB | {' | '.join(columns)} |")
+    lines += ["", "| growth of bytes | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    for few in (4, 8):
+        columns = [f"{at[64, name].most / at[few, name].most:.2f}x" for name in names]
+        lines.append(f"| from {few} to 64 replicas | {' | '.join(columns)} |")
     return "\n".join(lines + (_losses(found) if found else [])) + "\n"
 
 
@@ -229,14 +232,16 @@ def _losses(found: Sequence[Result]) -> list[str]:
                 f"| {text} | {replicas}, {KEEP[replicas]} | {losses} | {shown(sharded, gathered)} "
                 f"| {fmean(r.sent for r in sharded) / 1e6:.2f} | {limit / 1e6:.2f} |"
             )
-    lines += ["", "## Loss with a delay, every 10, keep 128, 4 replicas", ""]
-    lines += ["| text | none | delay 5 | delay 10 | delay 10, outer momentum 0.7 |", "|---|---|---|---|---|"]
+    lines += ["", "## Loss with a delay, every 10, keep 128, 4 replicas, by outer momentum", ""]
+    others = [key for key, name in DELAYS.items() if name != NONE]
+    titles = " | ".join(f"{f'delay {delay}' if delay else 'none'}, {momentum}" for delay, momentum in others)
+    lines += [f"| text | none, 0.8 | {titles} |", "|---|---|" + "---|" * len(others)]
     delays = [r for r in found if r.part == "delay"]
     for text in dict.fromkeys(r.text for r in delays):
-        rows = {name: [r for r in delays if r.text == text and r.method == name] for name in (*DELAYS.values(), MILD)}
-        none = rows[DELAYS[0]]
-        others = " | ".join(shown(rows[name], none) for name in (DELAYS[EVERY // 2], DELAYS[EVERY], MILD))
-        lines.append(f"| {text} | {fmean(r.loss for r in none):.4f} | {others} |")
+        rows = {name: [r for r in delays if r.text == text and r.method == name] for name in DELAYS.values()}
+        none = rows[NONE]
+        columns = " | ".join(shown(rows[DELAYS[key]], none) for key in others)
+        lines.append(f"| {text} | {fmean(r.loss for r in none):.4f} | {columns} |")
     lines += ["", "Differences are means of three seeds, paired by seed, with a 95 % interval (Student's t)."]
     return lines
 

@@ -27,8 +27,8 @@ METHODS = {
     **{name: small(row) for name, row in overtone.METHODS.items()},
     "decoupled": overtone.decoupled(**SMALL, exchange="gathered"),  # "auto" would depend on the number of replicas
     "decoupled, sharded": overtone.decoupled(**SMALL, exchange="sharded", keep_down=700),
-    "decoupled, delayed": overtone.decoupled(**SMALL, delay=2),
-    "decoupled, sharded, delayed": overtone.decoupled(**SMALL, exchange="sharded", delay=EVERY),
+    "decoupled, delayed": overtone.decoupled(**SMALL, momentum=0.8, delay=2),
+    "decoupled, sharded, delayed": overtone.decoupled(**SMALL, momentum=0.8, exchange="sharded", delay=EVERY),
     "diloco, delayed": overtone.diloco(every=EVERY, delay=1),
     "decoupled_hadamard": small(partial(overtone.decoupled, transform="hadamard")),
     "published, delayed": overtone.published(**SMALL, delay=EVERY),

@@ -432,7 +432,7 @@ def numbers_of(keep: int, bits: int, keep_down: int | None, members: int) -> Num
         return position_cost(4096, keep) + keep * bits + position_cost(4096, down) + 17 * down // 10
 
     most = down = min(4096, max(512, 2 * keep), members * keep)
-    while members > 8 and down != keep and 8 * (members - 1) * size(down) > 7 * members * size(most):
+    while members > 16 and down != keep and 16 * (members - 1) * size(down) > 15 * members * size(most):
         down -= 1
     return Numbers(keep, bits, down, bits_down)
 

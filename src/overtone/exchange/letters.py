@@ -25,7 +25,7 @@ from overtone.coding.values import MOST_BF16, NO_EXCEPTIONS, Values, open_except
 from overtone.errors import NotFiniteError, WireError
 
 ENOUGH = 512  # coefficients of a letter, of each 64 x 64 chunk: what 8 replicas send with keep 64
-FLAT_FROM = 8  # replicas; with more of them, letters shrink a little, so that a replica's bytes stay the same
+FLAT_FROM = 16  # replicas; with more of them, letters shrink a little, so that a replica's bytes stay the same
 PASSES = 4  # how often values are assigned to layers, and the mean magnitudes of the layers are computed again
 
 
@@ -159,7 +159,7 @@ def default_keep_down(codec: TopK, members: int) -> int:
     """How many coefficients of a 64 x 64 chunk a letter has: as many as all messages together, at most 512 (twice as
     many as a message, if that is more).
 
-    A replica sends and receives (K − 1)/K of a message and of a letter. From eight replicas on, letters have as much
+    A replica sends and receives (K − 1)/K of a message and of a letter. From 16 replicas on, letters have as much
     less as this factor grows.
     """
     keep = codec.keep
@@ -171,7 +171,7 @@ def default_keep_down(codec: TopK, members: int) -> int:
         message = position_bits(FULL_CHUNK, keep) + keep * codec.bits
         return message + position_bits(FULL_CHUNK, down) + 17 * down // 10  # as in LetterCodec.bits_of
 
-    # (K − 1)/K · bits(down) <= 7/8 · bits(most), in whole numbers: every replica must find the same.
+    # (K − 1)/K · bits(down) <= 15/16 · bits(most), in whole numbers: every replica must find the same.
     room = (FLAT_FROM - 1) * members * bits(most)
     while most > keep and FLAT_FROM * (members - 1) * bits(most) > room:
         most -= 1
@@ -188,7 +188,8 @@ def are_strong(values: Tensor, chunk: Tensor, c: int) -> Tensor:
     small (Lloyd's algorithm).
     """
     whole, _ = _whole(values, chunk, c)
-    limit = _mean(whole, torch.ones_like(whole), chunk, c)
+    # From above the mean: at the mean itself, values that one replica sent, which hardly differ, would be split in two.
+    limit = 1.5 * _mean(whole, torch.ones_like(whole), chunk, c)
     for _ in range(PASSES):
         strong = (whole > limit[chunk]).double()
         limit = (_mean(whole, strong, chunk, c) + _mean(whole, 1 - strong, chunk, c)) / 2

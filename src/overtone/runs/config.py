@@ -48,7 +48,9 @@ else:
             kinds |= {name: kind for name, kind in get_type_hints(row).items() if name != "return"}
         order = [*OPTIONS, *kinds]
         for name in sorted(kinds, key=order.index):
-            defaults = ", ".join(f"{row} {takes(row)[name]}" for row in METHODS if name in takes(row))
+            found = {row: takes(row)[name] for row in METHODS if name in takes(row)}
+            # None: it follows from other options, as its help says.
+            defaults = ", ".join(f"{row} {'as said' if value is None else value}" for row, value in found.items())
             help_text = f"{OPTIONS.get(name, '')} By default {defaults}; other methods do not have this option."
             yield name, kinds[name] | None, field(default=None, metadata={"help": help_text})
 
