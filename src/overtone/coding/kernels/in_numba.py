@@ -1,7 +1,7 @@
 """The functions of `in_torch`, compiled for the CPU by numba: bit-identical results, several times faster.
 
-Tensors are passed as numpy views of the same memory. The loops are in numba_codec.py, numba_sums.py and
-numba_transforms.py. The first use on a machine compiles for some seconds; numba keeps the result on disk.
+Tensors are passed as numpy views of the same memory. The loops are in the files numba_*.py. The first use on a
+machine compiles for some seconds; numba keeps the result on disk.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from overtone.coding.bits import Reader, beyond, field_bytes, miscounted, open_positions, widths
-from overtone.coding.kernels import in_torch, numba_codec, numba_sums, numba_transforms
+from overtone.coding.kernels import in_torch, numba_codec, numba_select, numba_sums, numba_transforms
 from overtone.coding.kernels.in_torch import SparseGrid, largest_step
 from overtone.coding.transforms import DCT, HADAMARD, Transform, hadamard_gain
 
@@ -30,7 +30,7 @@ _NO_PLACES, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
 def select(coeffs: Tensor, k: int) -> Tensor:
     """See `in_torch.select`."""
     index = np.empty((len(coeffs), k), np.int64)
-    numba_codec.select(coeffs.contiguous().view(torch.int32).numpy(), k, index)
+    numba_select.select(coeffs.contiguous().view(torch.int32).numpy(), k, index)
     return torch.from_numpy(index)
 
 
