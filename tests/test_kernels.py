@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from overtone.codec import BITS, TopK, mean, mean_of_blocks
 from overtone.coding.bits import Reader
 from overtone.coding.kernels import Kernels, in_numba, in_torch
+from overtone.coding.transforms import DCT, HADAMARD, RANDOM, Transform
 from overtone.errors import WireError
 from test_codec import kinds
 from whole import encode_all
@@ -118,6 +119,37 @@ def test_the_outer_step_is_a_row_of_single_operations() -> None:
     assert torch.equal(found.double(), answer)
     assert torch.equal(anchor.double(), theta)
     assert torch.equal(momentum.double(), m)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    transform=st.sampled_from([DCT, HADAMARD, RANDOM]),
+    sides=st.sampled_from([(64, 64), (64, 16), (8, 8)]),
+    cuts=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 20)), min_size=1, max_size=3),
+    carry=st.sampled_from([0.3, 1.0]),
+)
+def test_a_fused_outer_step_equals_its_parts(
+    seed: int, transform: Transform, sides: tuple[int, int], cuts: list[tuple[int, int]], carry: float
+) -> None:
+    """Bit for bit, in matrices that are larger than the patches, and that start anywhere."""
+    (h, w), numbers = sides, {"lr": 0.9, "mu": 0.8, "carry": carry}
+    chunks = sum(down * across for down, across in cuts)
+    dice = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(4, chunks, h * w, generator=dice).unbind(0)
+    between = torch.empty(chunks, h * w)
+    for loops in LOOPS:
+        found, expected = ([torch.zeros(down * h + 2, across * w + 3) for down, across in cuts] for _ in range(2))
+        fused, apart = ([vector.clone() for vector in vectors] for _ in range(2))
+        patches = [matrix[1:-1, 2:-1] for matrix in found]
+        loops.outer_patches(transform, sides, *fused, between, patches, **numbers)
+        answer, first = loops.outer_answer(*apart, **numbers), 0
+        for (down, across), matrix in zip(cuts, expected, strict=True):
+            part = answer[first : first + down * across].view(down, across, h, w)
+            loops.inverse_patch(transform, part, between, matrix[1:-1, 2:-1])
+            first += down * across
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(fused[:3], apart[:3], strict=True))
 
 
 @settings(max_examples=100, deadline=None)

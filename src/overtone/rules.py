@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from overtone.codec import Decoded
-from overtone.coding.kernels import Kernels, in_torch
-from overtone.coding.layout import SlabSignal
+from overtone.coding.kernels import in_torch
+from overtone.coding.layout import SlabSignal, SlabTarget
 from overtone.errors import MethodError
 
 State = dict[str, Tensor]
@@ -60,11 +60,11 @@ class Rule(ABC):
         return False
 
     @abstractmethod
-    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:
-        """Update the state with the mean of all payloads, and return the coefficients of the answer.
+    def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:
+        """Update the state with the mean of all payloads, and write the answer from its coefficients.
 
-        The answer is the new value of the weights at which the signal was measured, or the gradient to step with. It
-        may lie in the memory of ``mean``.
+        The answer is the new value of the weights at which the signal was measured, or the gradient to step with. The
+        memory of ``mean`` may be used for it.
         """
 
     def place(self, state: State) -> Tensor:
@@ -89,8 +89,8 @@ class Mean(Rule):
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:  # noqa: ARG002
         return signal.coefficients()
 
-    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:  # noqa: ARG002
-        return mean
+    def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:  # noqa: ARG002
+        target.write(mean)
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class DeMo(Rule):
         decoded.add_to(state["momentum"], self.release)
         return True
 
-    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:  # noqa: ARG002
-        return mean
+    def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:  # noqa: ARG002
+        target.write(mean)
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,10 @@ class Outer(Rule):
         decoded.add_to(state["residual"], self.release)
         return True
 
-    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:
+    def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:
         momentum = state["momentum"] if self.momentum else None
         residual, numbers = state.get("residual"), {"lr": self.lr, "mu": self.momentum, "carry": self.carry}
-        return kernels.outer_answer(state["anchor"], momentum, residual, mean, **numbers)
+        target.outer_step(state["anchor"], momentum, residual, mean, **numbers)
 
     def place(self, state: State) -> Tensor:
         return in_torch.carried(state["anchor"], state.get("residual"), self.carry)
@@ -234,11 +234,11 @@ class Published(Rule):
         decoded.add_to(state["momentum"])
         return True
 
-    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:  # noqa: ARG002
+    def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:
         # The authors' code adds the mean to the private momentum, so the replicas' momenta stay different.
         momentum = state["momentum"].add_(mean)
         state["anchor"].sub_(momentum.mul(self.decay).add_(state["drift"]).mul_(self.lr))
-        return state["anchor"]
+        target.write(state["anchor"])
 
 
 def _within(

@@ -46,9 +46,9 @@ class SlabSignal:
     squares: float | None = None  # the sum of the values' squares, if it is known already
     scale: float = 1.0  # the loss scale: the signal is values / scale
 
-    def norm(self) -> Tensor:
+    def norm(self) -> Tensor | float:
         """The norm of the signal. A transform does not change it."""
-        known = None if self.squares is None else torch.tensor(math.sqrt(self.squares), device=self.values.device)
+        known = None if self.squares is None else math.sqrt(self.squares)
         return (torch.linalg.vector_norm(self.values) if known is None else known) / self.scale
 
     def coefficients(self) -> Tensor:
@@ -101,7 +101,7 @@ class Layout:
     # -- a slab at a time ------------------------------------------------------------------------------------------
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors as matrices, for `read_slab` and `write_slab`.
+        """The tensors as matrices, for `read_slab` and `target`.
 
         They are views where possible. A tensor that is not contiguous (channels_last, a transposed view) is copied.
         """
@@ -142,26 +142,9 @@ class Layout:
         transform = None if slab.plain else self.transform
         return SlabSignal(values, (slab.chunks, slab.h, slab.w), transform, between, out, kernels, squares)
 
-    def write_slab(self, slab: Slab, coeffs: Tensor, matrices: Sequence[Tensor], kernels: Kernels = in_torch) -> None:
-        """Write the slab's part of the tensors from its coefficients, rounded to the type of each tensor."""
-        values = coeffs
-        if self.transform is not None and not slab.plain:
-            # Only areas 0 and 1: a round keeps the mean, and with it perhaps the coefficients, in area 2.
-            between, values = (self.scratch(slab, i, coeffs.device) for i in range(2))
-            if all(_is_direct(slab, bundle, coeffs, matrices) for bundle in slab.bundles):
-                for bundle in slab.bundles:
-                    (rectangle,) = _rectangles(matrices, slab, bundle)
-                    kernels.inverse_patch(self.transform, _place(coeffs, slab, bundle)[0], between, rectangle)
-                return
-            shape = (slab.chunks, slab.h, slab.w)
-            kernels.inverse(self.transform, coeffs.view(shape), between.view(shape), values.view(shape))
-        for bundle in slab.bundles:
-            rectangles, place = _rectangles(matrices, slab, bundle), _place(values, slab, bundle)
-            if slab.plain:
-                parts = place.split([rectangle.numel() for rectangle in rectangles])
-            else:
-                parts = place.transpose(2, 3).reshape(len(bundle), *rectangles[0].shape).unbind(0)
-            torch._foreach_copy_(rectangles, list(parts))  # one call for many small tensors
+    def target(self, slab: Slab, matrices: Sequence[Tensor], kernels: Kernels = in_torch) -> SlabTarget:
+        """The slab's part of tensors, given as `matrices`, to be written."""
+        return SlabTarget(self, slab, matrices, kernels)
 
     # -- all at once -----------------------------------------------------------------------------------------------
 
@@ -176,10 +159,66 @@ class Layout:
         """Write all tensors from their coefficients ``flat``."""
         matrices = self.matrices(tensors)
         for slab in self.slabs:
-            self.write_slab(slab, part_of(flat, slab), matrices)
+            self.target(slab, matrices).write(part_of(flat, slab))
         for matrix, tensor in zip(matrices, tensors, strict=True):
             if matrix.data_ptr() != tensor.data_ptr():  # `matrices` had to make a copy
                 tensor.copy_(matrix.view(tensor.shape))
+
+
+@dataclass(frozen=True)
+class SlabTarget:
+    """One slab's part of the tensors, to be written from coefficients, rounded to the type of each tensor."""
+
+    layout: Layout
+    slab: Slab
+    matrices: Sequence[Tensor]
+    kernels: Kernels
+
+    def write(self, coeffs: Tensor) -> None:
+        """Write the values of the coefficients."""
+        slab, values, transform = self.slab, coeffs, self.layout.transform
+        if transform is not None and not slab.plain:
+            # Only areas 0 and 1: a round keeps the mean, and with it perhaps the coefficients, in area 2.
+            between, values = (self.layout.scratch(slab, i, coeffs.device) for i in range(2))
+            if self._is_direct(coeffs):
+                for bundle in slab.bundles:
+                    (rectangle,) = _rectangles(self.matrices, slab, bundle)
+                    self.kernels.inverse_patch(transform, _place(coeffs, slab, bundle)[0], between, rectangle)
+                return
+            shape = (slab.chunks, slab.h, slab.w)
+            self.kernels.inverse(transform, coeffs.view(shape), between.view(shape), values.view(shape))
+        for bundle in slab.bundles:
+            rectangles, place = _rectangles(self.matrices, slab, bundle), _place(values, slab, bundle)
+            if slab.plain:
+                parts = place.split([rectangle.numel() for rectangle in rectangles])
+            else:
+                parts = place.transpose(2, 3).reshape(len(bundle), *rectangles[0].shape).unbind(0)
+            torch._foreach_copy_(rectangles, list(parts))  # one call for many small tensors
+
+    def outer_step(
+        self,
+        anchor: Tensor,
+        momentum: Tensor | None,
+        residual: Tensor | None,
+        mean: Tensor,
+        *,
+        lr: float,
+        mu: float,
+        carry: float,
+    ) -> None:
+        """Step the anchor, and write the next weights. Where it can be, both are done while values are in the cache."""
+        transform, numbers = self.layout.transform, {"lr": lr, "mu": mu, "carry": carry}
+        usual = carry != 0.0 and self._is_direct(mean)
+        if not usual or transform is None or momentum is None or residual is None:
+            self.write(self.kernels.outer_answer(anchor, momentum, residual, mean, **numbers))
+            return
+        between = self.layout.scratch(self.slab, 0, mean.device)
+        patches = [_rectangles(self.matrices, self.slab, bundle)[0] for bundle in self.slab.bundles]
+        shape = (self.slab.h, self.slab.w)
+        self.kernels.outer_patches(transform, shape, anchor, momentum, residual, mean, between, patches, **numbers)
+
+    def _is_direct(self, coeffs: Tensor) -> bool:
+        return all(_is_direct(self.slab, bundle, coeffs, self.matrices) for bundle in self.slab.bundles)
 
 
 def _rectangles(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch]) -> list[Tensor]:

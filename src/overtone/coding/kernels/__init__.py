@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -88,6 +89,24 @@ class Kernels(Protocol):
         carry: float,
     ) -> Tensor:
         """Step the anchor, and return the coefficients of the next weights."""
+        ...
+
+    def outer_patches(
+        self,
+        transform: Transform,
+        shape: tuple[int, int],
+        anchor: Tensor,
+        momentum: Tensor,
+        residual: Tensor,
+        mean: Tensor,
+        between: Tensor,
+        patches: Sequence[Tensor],
+        *,
+        lr: float,
+        mu: float,
+        carry: float,
+    ) -> None:
+        """Step the anchor, and write the next weights directly into parts of matrices."""
         ...
 
     def row_hashes(self, words: Tensor, weights: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ machine compiles for some seconds; numba keeps the result on disk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from overtone.coding.bits import Reader, beyond, field_bytes, miscounted, open_positions, widths
-from overtone.coding.kernels import in_torch, numba_codec, numba_select, numba_sums, numba_transforms
+from overtone.coding.kernels import in_torch, numba_codec, numba_fused, numba_select, numba_sums, numba_transforms
 from overtone.coding.kernels.in_torch import SparseGrid, largest_step
 from overtone.coding.transforms import DCT, HADAMARD, Transform, hadamard_gain
 
@@ -146,7 +147,7 @@ def inverse_patch(transform: Transform, coeffs: Tensor, between: Tensor, out: Te
         return
     _, kind, gain = _COMPILED[transform]
     across, factor = coeffs.shape[1], np.float32(gain)
-    numba_transforms.inverse_patch(kind, _flat(coeffs), _scratch(), *_span(out), across, factor)
+    numba_transforms.inverse_patch(kind, _flat(coeffs), 0, _scratch(), *_span(out), across, factor)
 
 
 def difference(plus: Tensor, minus: Tensor, out: Tensor) -> float:
@@ -173,8 +174,8 @@ def _span(rows: Tensor) -> tuple[Any, int]:
 
     Loops over it are faster than over a numpy array with two strides: the compiler then knows that rows have no gaps.
     """
-    stride = rows.stride(0)
-    return rows.as_strided(((len(rows) - 1) * stride + rows.shape[1],), (1,)).numpy(), stride
+    (height, width), stride = rows.shape, rows.stride(0)
+    return rows.as_strided(((height - 1) * stride + width,), (1,)).numpy(), stride
 
 
 # -- the outer step ------------------------------------------------------------------------------------------------
@@ -193,9 +194,36 @@ def outer_answer(
     """See `in_torch.outer_answer`."""
     if momentum is None:
         return in_torch.outer_answer(anchor, momentum, residual, mean, lr=lr, mu=mu, carry=carry)
-    numbers = np.array([lr, mu, carry], np.float32)
+    numbers = np.float32(lr), np.float32(mu), np.float32(carry)
     if residual is None or carry == 0.0:
         numba_sums.nesterov(_flat(anchor), _flat(momentum), _flat(mean), numbers)
         return anchor
     numba_sums.nesterov_carried(_flat(anchor), _flat(momentum), _flat(mean), _flat(residual), numbers)
     return mean
+
+
+def outer_patches(
+    transform: Transform,
+    shape: tuple[int, int],
+    anchor: Tensor,
+    momentum: Tensor,
+    residual: Tensor,
+    mean: Tensor,
+    between: Tensor,
+    patches: Sequence[Tensor],
+    *,
+    lr: float,
+    mu: float,
+    carry: float,
+) -> None:
+    """See `in_torch.outer_patches`."""
+    if transform not in _COMPILED or shape != (SIDE, SIDE):
+        numbers = {"lr": lr, "mu": mu, "carry": carry}
+        in_torch.outer_patches(transform, shape, anchor, momentum, residual, mean, between, patches, **numbers)
+        return
+    _, kind, gain = _COMPILED[transform]
+    state = _flat(anchor), _flat(momentum), _flat(residual), _flat(mean)
+    steps, scratch, first = (np.float32(lr), np.float32(mu), np.float32(carry)), _scratch(), 0
+    for patch in patches:
+        numba_fused.outer_patch(kind, state, first, steps, scratch, *_span(patch), patch.shape[1], np.float32(gain))
+        first += patch.numel()

@@ -5,6 +5,7 @@ Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "inverse",
     "inverse_patch",
     "outer_answer",
+    "outer_patches",
     "pack_codes",
     "pack_positions",
     "quantize",
@@ -221,6 +223,28 @@ def outer_answer(
     """`outer_step`, then `carried`. The answer may lie in the memory of ``mean``, whose values are lost then."""
     outer_step(anchor, momentum, mean, lr=lr, mu=mu)
     return carried(anchor, residual, carry)
+
+
+def outer_patches(
+    transform: Transform,
+    shape: tuple[int, int],
+    anchor: Tensor,
+    momentum: Tensor,
+    residual: Tensor,
+    mean: Tensor,
+    between: Tensor,
+    patches: Sequence[Tensor],
+    *,
+    lr: float,
+    mu: float,
+    carry: float,
+) -> None:
+    """`outer_answer`, then `inverse_patch` of the answer: its chunks of this shape fill the patches in their order."""
+    answer = outer_answer(anchor, momentum, residual, mean, lr=lr, mu=mu, carry=carry)
+    h, w = shape
+    parts = answer.split([patch.numel() // (h * w) for patch in patches])
+    for part, patch in zip(parts, patches, strict=True):
+        inverse_patch(transform, part.view(-1, patch.shape[1] // w, h, w), between, patch)
 
 
 # -- fingerprints --------------------------------------------------------------------------------------------------

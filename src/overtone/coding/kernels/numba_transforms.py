@@ -341,12 +341,18 @@ def transform_chunks(kind: int, source: Any, between: Any, out: Any, keep: Any, 
 
 
 @compiled
-def inverse_patch(kind: int, source: Any, between: Any, out: Any, stride: int, across: int, factor: Any) -> None:
-    """Chunks that follow each other become a matrix with ``across`` of them in a row; ``stride`` from row to row."""
+def inverse_patch(
+    kind: int, source: Any, first: int, between: Any, out: Any, stride: int, across: int, factor: Any
+) -> None:
+    """Chunks that follow each other become a matrix with ``across`` of them in a row; ``stride`` from row to row.
+
+    ``source`` starts with chunk ``first`` of the matrix.
+    """
     aligned = out.ctypes.data % 64 == 0 and stride % LANES == 0
-    for chunk in range(source.size // AREA):
+    for at in range(0, source.size, AREA):
+        chunk = first + at // AREA
         place = (chunk // across * stride + chunk % across) * SIDE
-        _columns(kind, source, chunk * AREA, between)
+        _columns(kind, source, at, between)
         if not aligned:
             _rows(kind, between, out, place, stride, factor)
             continue
