@@ -18,12 +18,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from overtone.codec import Decoded
 from overtone.coding.kernels import in_torch
 from overtone.coding.layout import SlabSignal, SlabTarget
+from overtone.coding.pages import zeros
 from overtone.errors import MethodError
 
 State = dict[str, Tensor]
@@ -115,7 +115,7 @@ class DeMo(Rule):
         _within("release", self.release, 0.0, 1.0, above=True)
 
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
-        return {"momentum": torch.zeros_like(weights)}
+        return {"momentum": zeros(len(weights), weights.device)}
 
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
         return signal.into(state["momentum"], keep=self.decay)
@@ -160,9 +160,9 @@ class Outer(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:
         state = {"anchor": weights}
         if self.momentum:
-            state["momentum"] = torch.zeros_like(weights)
+            state["momentum"] = zeros(len(weights), weights.device)
         if not (lossless and self.release == 1.0):  # otherwise every round sends the whole drift: no residual
-            state["residual"] = torch.zeros_like(weights)
+            state["residual"] = zeros(len(weights), weights.device)
         return state
 
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
@@ -220,7 +220,11 @@ class Published(Rule):
         _within("decay", self.decay, 0.0, 1.0)
 
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
-        return {"anchor": weights, "momentum": torch.zeros_like(weights), "drift": torch.zeros_like(weights)}
+        return {
+            "anchor": weights,
+            "momentum": zeros(len(weights), weights.device),
+            "drift": zeros(len(weights), weights.device),
+        }
 
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
         # Kept until `absorb`, whose step uses the replica's own drift beside the mean.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from overtone.coding.chunks import Patch, Slab, matrix_shape, slabs_of
 from overtone.coding.kernels import Kernels, in_torch
+from overtone.coding.pages import in_large_pages, zeros
 from overtone.coding.transforms import Transform
 
 
@@ -86,7 +87,7 @@ class Layout:
 
     def empty(self, device: torch.device) -> Tensor:
         """A flat vector of zeros."""
-        return torch.zeros(self.size, dtype=torch.float32, device=device)
+        return zeros(self.size, device)
 
     def scratch(self, slab: Slab, index: int, device: torch.device) -> Tensor:
         """One of three scratch areas, as large as the slab.
@@ -95,7 +96,8 @@ class Layout:
         """
         if device not in self._scratch:
             largest = max((slab.size for slab in self.slabs), default=0)
-            self._scratch[device] = torch.empty(3, largest, dtype=torch.float32, device=device)
+            areas = torch.empty(3, largest, dtype=torch.float32, device=device)
+            self._scratch[device] = in_large_pages(areas)
         return self._scratch[device][index, : slab.size].view(slab.chunks, slab.area)
 
     # -- a slab at a time ------------------------------------------------------------------------------------------
