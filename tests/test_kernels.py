@@ -63,21 +63,41 @@ def test_positions_are_near_the_entropy(k: int) -> None:
     assert 8 * len(in_torch.pack_positions(index, 4096)) <= 1.05 * 200 * entropy
 
 
+cuts_of_slabs = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 20)), min_size=1, max_size=3)  # (down, across)
+sides_of_chunks = st.sampled_from([(64, 64), (7, 64), (64, 3), (1, 1)])
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    cut=st.sampled_from([(2, 3, 64, 64), (1, 5, 7, 64), (4, 1, 64, 3), (1, 1, 1, 1), (2, 20, 64, 64)]),
+    transform=st.sampled_from([DCT, HADAMARD, RANDOM]),
+    sides=sides_of_chunks,
+    cuts=cuts_of_slabs,
+    keep=st.sampled_from([0.0, 0.9, 1.0]),
 )
-def test_differences_are_equal_bit_for_bit(seed: int, cut: tuple[int, int, int, int]) -> None:
-    down, across, h, w = cut
+def test_a_fused_difference_equals_its_parts(
+    seed: int, transform: Transform, sides: tuple[int, int], cuts: list[tuple[int, int]], keep: float
+) -> None:
+    """Bit for bit, from matrices that are larger than the patches, and that start anywhere."""
+    h, w = sides
     dice = torch.Generator().manual_seed(seed)
-    plus, minus = (torch.randn(down * h + 3, across * w + 5, generator=dice) for _ in range(2))
-    here = slice(1, down * h + 1), slice(2, across * w + 2)
-    found = [torch.empty(cut) for _ in range(2)]
-    squares = [loops.difference(plus[here], minus[here], out) for loops, out in zip(LOOPS, found, strict=True)]
-    assert squares == pytest.approx([float(found[0].double().square().sum())] * 2, rel=1e-5)
-    assert torch.equal(*found)
-    assert torch.equal(found[0][-1, -1], (plus[here] - minus[here])[-h:, -w:])
+    pairs = [torch.randn(2, down * h + 3, across * w + 5, generator=dice) for down, across in cuts]
+    plus, minus = ([pair[i, 1 : 1 - 3, 2 : 2 - 5] for pair in pairs] for i in range(2))
+    cut = [(a - b).unflatten(0, (-1, h)).unflatten(2, (-1, w)) for a, b in zip(plus, minus, strict=True)]
+    apart = torch.cat([part.transpose(1, 2).reshape(-1, h, w) for part in cut])
+    before, between, chunks = (
+        torch.randn(apart.shape, generator=dice),
+        torch.empty(apart.shape),
+        torch.empty_like(apart),
+    )
+    for loops in LOOPS:
+        expected, found = before.clone(), before.clone().view(len(apart), -1)
+        loops.forward(transform, apart, between, expected, keep=keep, scale=1.0)
+        squares = loops.difference_forward(
+            transform, sides, plus, minus, chunks.view(found.shape), between, found, keep=keep, scale=1.0
+        )
+        assert squares == pytest.approx(float(apart.double().square().sum()), rel=1e-5)
+        assert torch.equal(found.view(apart.shape), expected)
 
 
 @settings(max_examples=100, deadline=None)
@@ -125,8 +145,8 @@ def test_the_outer_step_is_a_row_of_single_operations() -> None:
 @given(
     seed=st.integers(0, 10**6),
     transform=st.sampled_from([DCT, HADAMARD, RANDOM]),
-    sides=st.sampled_from([(64, 64), (64, 16), (8, 8)]),
-    cuts=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 20)), min_size=1, max_size=3),
+    sides=sides_of_chunks,
+    cuts=cuts_of_slabs,
     carry=st.sampled_from([0.3, 1.0]),
 )
 def test_a_fused_outer_step_equals_its_parts(

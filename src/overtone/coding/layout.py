@@ -31,43 +31,6 @@ def inner_part(values: Tensor, slab: Slab, piece: Slab) -> Tensor:
     return values.view(-1)[first : first + piece.size].view(piece.chunks, piece.area)
 
 
-@dataclass(frozen=True)
-class SlabSignal:
-    """The signal of one slab in the domain of the weights.
-
-    It is transformed only when a rule asks for its coefficients, and directly into the rule's own tensor.
-    """
-
-    values: Tensor  # (chunks, area)
-    shape: tuple[int, int, int]  # (chunks, h, w)
-    transform: Transform | None
-    between: Tensor  # scratch, as large as the values
-    out: Tensor  # a second scratch tensor of this size
-    kernels: Kernels = in_torch
-    squares: float | None = None  # the sum of the values' squares, if it is known already
-    scale: float = 1.0  # the loss scale: the signal is values / scale
-
-    def norm(self) -> Tensor | float:
-        """The norm of the signal. A transform does not change it."""
-        known = None if self.squares is None else math.sqrt(self.squares)
-        return (torch.linalg.vector_norm(self.values) if known is None else known) / self.scale
-
-    def coefficients(self) -> Tensor:
-        """The coefficients, (chunks, area), in a scratch area. The next slab overwrites it."""
-        if self.transform is None and self.scale == 1.0:
-            return self.values
-        return self.into(self.out)
-
-    def into(self, out: Tensor, keep: float = 0.0) -> Tensor:
-        """out ← keep · out + coefficients."""
-        if self.transform is not None:
-            chunks, between, place = (tensor.view(self.shape) for tensor in (self.values, self.between, out))
-            self.kernels.forward(self.transform, chunks, between, place, keep=keep, scale=self.scale)
-            return out
-        values = self.values if self.scale == 1.0 else torch.div(self.values, self.scale, out=self.between)
-        return out.copy_(values) if keep == 0.0 else out.mul_(keep).add_(values)
-
-
 class Layout:
     """The map between tensors and their flat vector of coefficients. It reads and writes one slab, or all of them."""
 
@@ -119,30 +82,10 @@ class Layout:
         minus: Sequence[Tensor] | None = None,
         device: torch.device | None = None,
         kernels: Kernels = in_torch,
+        scale: float = 1.0,
     ) -> SlabSignal:
-        """The slab's part of ``plus`` (minus ``minus``), both given as `matrices`. The subtraction is done in fp32.
-
-        The result lies in a scratch area, which the next slab overwrites.
-        """
-        device = device or plus[0].device
-        values, between, out = (self.scratch(slab, i, device) for i in range(3))
-        squares: float | None = 0.0
-        for bundle in slab.bundles:
-            place = _place(values, slab, bundle)
-            if minus is not None and _is_direct(slab, bundle, values, plus, minus):
-                (here,), (there,) = (_rectangles(matrices, slab, bundle) for matrices in (plus, minus))
-                found = kernels.difference(here, there, place[0])
-                squares = None if squares is None else squares + found
-                continue
-            squares = None
-            if minus is None:
-                place.copy_(_join(plus, slab, bundle, device))
-            else:
-                here, there = (_join(matrices, slab, bundle, device) for matrices in (plus, minus))
-                # Converted to fp32: a difference in bf16 would lose small drifts.
-                torch.sub(here.float(), there.float(), out=place)
-        transform = None if slab.plain else self.transform
-        return SlabSignal(values, (slab.chunks, slab.h, slab.w), transform, between, out, kernels, squares)
+        """The slab's part of ``plus`` (minus ``minus``), both given as `matrices`, over ``scale``."""
+        return SlabSignal(self, slab, plus, minus, device or plus[0].device, kernels, scale)
 
     def target(self, slab: Slab, matrices: Sequence[Tensor], kernels: Kernels = in_torch) -> SlabTarget:
         """The slab's part of tensors, given as `matrices`, to be written."""
@@ -165,6 +108,72 @@ class Layout:
         for matrix, tensor in zip(matrices, tensors, strict=True):
             if matrix.data_ptr() != tensor.data_ptr():  # `matrices` had to make a copy
                 tensor.copy_(matrix.view(tensor.shape))
+
+
+@dataclass
+class SlabSignal:
+    """The signal of one slab: plus − minus over the loss scale, in fp32.
+
+    It is read and transformed only when a rule asks for its coefficients, and directly into the rule's own tensor.
+    Values lie in a scratch area, which the next slab overwrites.
+    """
+
+    layout: Layout
+    slab: Slab
+    plus: Sequence[Tensor]
+    minus: Sequence[Tensor] | None
+    device: torch.device
+    kernels: Kernels
+    scale: float
+    _squares: float | None = None  # the sum of the squares of plus − minus, if it is known
+    _values: Tensor | None = None  # plus − minus, if it was needed
+
+    def norm(self) -> Tensor | float:
+        """The norm of the signal. A transform does not change it. It is known at once after `into`, in most cases."""
+        known = None if self._squares is None else math.sqrt(self._squares)
+        return (torch.linalg.vector_norm(self.values()) if known is None else known) / self.scale
+
+    def coefficients(self) -> Tensor:
+        """The coefficients, (chunks, area), in a scratch area."""
+        if self._transform is None and self.scale == 1.0:
+            return self.values()
+        return self.into(self.layout.scratch(self.slab, 2, self.device))
+
+    def into(self, out: Tensor, keep: float = 0.0) -> Tensor:
+        """out ← keep · out + coefficients."""
+        slab, transform = self.slab, self._transform
+        if transform is None:
+            values = self.values() if self.scale == 1.0 else self.values() / self.scale
+            return out.copy_(values) if keep == 0.0 else out.mul_(keep).add_(values)
+        between, numbers = self.layout.scratch(slab, 1, self.device), {"keep": keep, "scale": self.scale}
+        if self.minus is not None and all(_is_direct(slab, b, out, self.plus, self.minus) for b in slab.bundles):
+            here, there = ([_rectangles(side, slab, b)[0] for b in slab.bundles] for side in (self.plus, self.minus))
+            chunks = self.layout.scratch(slab, 0, self.device)
+            self._squares = self.kernels.difference_forward(
+                transform, (slab.h, slab.w), here, there, chunks, between, out, **numbers
+            )
+            return out
+        chunks, between, place = (t.view(slab.chunks, slab.h, slab.w) for t in (self.values(), between, out))
+        self.kernels.forward(transform, chunks, between, place, **numbers)
+        return out
+
+    def values(self) -> Tensor:
+        """plus − minus, (chunks, area), in a scratch area."""
+        if self._values is not None:
+            return self._values
+        slab, self._values = self.slab, self.layout.scratch(self.slab, 0, self.device)
+        for bundle in slab.bundles:
+            place, here = _place(self._values, slab, bundle), _join(self.plus, slab, bundle, self.device)
+            if self.minus is None:
+                place.copy_(here)
+            else:
+                # Converted to fp32: a difference in bf16 would lose small drifts.
+                torch.sub(here.float(), _join(self.minus, slab, bundle, self.device).float(), out=place)
+        return self._values
+
+    @property
+    def _transform(self) -> Transform | None:
+        return None if self.slab.plain else self.layout.transform
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -51,9 +51,9 @@ class SlabWork:
         blocks: list[Block] = []
         norms: list[Tensor | float] = []
         for slab in layout.slabs:
-            signal = replace(layout.read_slab(slab, plus, minus, self.device, self.kernels), scale=scale)
-            norms.append(signal.norm())
+            signal = layout.read_slab(slab, plus, minus, self.device, self.kernels, scale)
             coeffs = self.rule.accumulate(parts_of(state, slab), signal)
+            norms.append(signal.norm())
             for number in self.deal.inside[slab.offset]:
                 piece = self.deal.pieces[number].slab
                 here = coeffs if piece is slab else inner_part(coeffs, slab, piece)

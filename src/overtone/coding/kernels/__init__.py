@@ -59,14 +59,26 @@ class Kernels(Protocol):
         """Add the values of a block, divided by a number, to chunks."""
         ...
 
-    def difference(self, plus: Tensor, minus: Tensor, out: Tensor) -> float:
-        """Cut the difference of two matrices into chunks. Returns the sum of their squares."""
-        ...
-
     def forward(
         self, transform: Transform, chunks: Tensor, between: Tensor, out: Tensor, *, keep: float, scale: float
     ) -> None:
         """Add the coefficients of chunks to ``out``."""
+        ...
+
+    def difference_forward(
+        self,
+        transform: Transform,
+        shape: tuple[int, int],
+        plus: Sequence[Tensor],
+        minus: Sequence[Tensor],
+        chunks: Tensor,
+        between: Tensor,
+        out: Tensor,
+        *,
+        keep: float,
+        scale: float,
+    ) -> float:
+        """Add the coefficients of differences of parts of matrices to ``out``. Returns the sum of their squares."""
         ...
 
     def inverse(self, transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:

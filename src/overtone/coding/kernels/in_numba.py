@@ -150,9 +150,31 @@ def inverse_patch(transform: Transform, coeffs: Tensor, between: Tensor, out: Te
     numba_transforms.inverse_patch(kind, _flat(coeffs), 0, _scratch(), *_span(out), across, factor)
 
 
-def difference(plus: Tensor, minus: Tensor, out: Tensor) -> float:
-    """See `in_torch.difference`."""
-    return numba_sums.difference(*_span(plus), *_span(minus), out.numpy())
+def difference_forward(
+    transform: Transform,
+    shape: tuple[int, int],
+    plus: Sequence[Tensor],
+    minus: Sequence[Tensor],
+    chunks: Tensor,
+    between: Tensor,
+    out: Tensor,
+    *,
+    keep: float,
+    scale: float,
+) -> float:
+    """See `in_torch.difference_forward`."""
+    if transform not in _COMPILED or shape != (SIDE, SIDE):
+        numbers = {"keep": keep, "scale": scale}
+        return in_torch.difference_forward(transform, shape, plus, minus, chunks, between, out, **numbers)
+    kind, _, gain = _COMPILED[transform]
+    areas, factors = (_flat(chunks), _scratch(), _flat(out)), (np.float32(keep), np.float32(gain / scale))
+    first, squares = 0, 0.0
+    for here, there in zip(plus, minus, strict=True):
+        squares += numba_fused.difference_forward(
+            kind, *_span(here), *_span(there), here.shape[1], areas, first, factors
+        )
+        first += here.numel()
+    return squares
 
 
 def _usual(*chunks: Tensor) -> bool:

@@ -25,7 +25,7 @@ from overtone.coding.transforms import Transform, full_precision
 __all__ = [
     "add",
     "add_share",
-    "difference",
+    "difference_forward",
     "forward",
     "inverse",
     "inverse_patch",
@@ -170,6 +170,31 @@ def difference(plus: Tensor, minus: Tensor, out: Tensor) -> float:
 def forward(transform: Transform, chunks: Tensor, between: Tensor, out: Tensor, *, keep: float, scale: float) -> None:
     """out ← keep · out + coefficients / scale, all (c, h, w). ``between`` is scratch; ``chunks`` stay as they are."""
     transform.forward(chunks, between, out, keep=keep, scale=scale)
+
+
+def difference_forward(
+    transform: Transform,
+    shape: tuple[int, int],
+    plus: Sequence[Tensor],
+    minus: Sequence[Tensor],
+    chunks: Tensor,
+    between: Tensor,
+    out: Tensor,
+    *,
+    keep: float,
+    scale: float,
+) -> float:
+    """`difference` of each pair of patches, which fill ``chunks`` (scratch) in their order; then `forward` of all.
+
+    Returns the sum of the squares of all differences.
+    """
+    (h, w), squares = shape, 0.0
+    parts = chunks.split([patch.numel() // (h * w) for patch in plus])
+    for here, there, part in zip(plus, minus, parts, strict=True):
+        squares += difference(here, there, part.view(-1, here.shape[1] // w, h, w))
+    whole, spare, place = (tensor.view(-1, h, w) for tensor in (chunks, between, out))
+    forward(transform, whole, spare, place, keep=keep, scale=scale)
+    return squares
 
 
 def inverse(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:

@@ -8,10 +8,36 @@ from __future__ import annotations
 from typing import Any
 
 from overtone.coding.kernels.compiled import compiled
-from overtone.coding.kernels.numba_sums import nesterov_carried
-from overtone.coding.kernels.numba_transforms import AREA, SIDE, inverse_patch
+from overtone.coding.kernels.numba_sums import difference, nesterov_carried
+from overtone.coding.kernels.numba_transforms import AREA, SIDE, inverse_patch, transform_chunks
 
 RUN = 16 * AREA  # values at a time: with fewer, memory is read in runs that are too short
+
+
+@compiled
+def difference_forward(
+    kind: int,
+    plus: Any,
+    plus_stride: int,
+    minus: Any,
+    minus_stride: int,
+    width: int,
+    areas: Any,
+    first: int,
+    factors: Any,
+) -> float:
+    """`difference`, then `transform_chunks` of it to ``out`` from ``first`` on. Returns the sum of the squares.
+
+    One row of chunks at a time: parts of rows would be read in runs that are too short for memory.
+    """
+    (chunks, between, out), (keep, factor), total = areas, factors, 0.0
+    strip = chunks[: SIDE * width]
+    for row in range(0, (plus.size - width) // plus_stride + 1, SIDE):
+        here, there = plus[row * plus_stride :], minus[row * minus_stride :]
+        total += difference(here, plus_stride, there, minus_stride, strip.reshape(1, width // SIDE, SIDE, SIDE))
+        start = first + row * width
+        transform_chunks(kind, strip, between, out[start : start + strip.size], keep, factor)
+    return total
 
 
 @compiled
