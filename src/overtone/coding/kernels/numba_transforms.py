@@ -342,23 +342,19 @@ def transform_chunks(kind: int, source: Any, between: Any, out: Any, keep: Any, 
 
 @compiled
 def inverse_patch(
-    kind: int, source: Any, first: int, between: Any, out: Any, stride: int, across: int, factor: Any
+    kind: int, source: Any, first: int, between: Any, out: Any, stride: int, across: int, gain: Any
 ) -> None:
-    """Chunks that follow each other become a matrix with ``across`` of them in a row; ``stride`` from row to row.
-
-    ``source`` starts with chunk ``first`` of the matrix.
-    """
+    """Chunks from number ``first`` on become parts of a matrix: ``across`` in a row, ``stride`` from row to row."""
     aligned = out.ctypes.data % 64 == 0 and stride % LANES == 0
-    for at in range(0, source.size, AREA):
-        chunk = first + at // AREA
+    for chunk in range(first, first + source.size // AREA):
         place = (chunk // across * stride + chunk % across) * SIDE
-        _columns(kind, source, at, between)
+        _columns(kind, source, (chunk - first) * AREA, between)
         if not aligned:
-            _rows(kind, between, out, place, stride, factor)
+            _rows(kind, between, out, place, stride, gain)
             continue
         for row in range(0, SIDE, LANES):
             if kind == FROM_COSINES:
-                _back_rows_streamed(between, row * WIDE, WIDE, out, place + row * stride, stride, factor)
+                _back_rows_streamed(between, row * WIDE, WIDE, out, place + row * stride, stride, gain)
             else:
-                _hadamard_rows_streamed(between, row * WIDE, WIDE, out, place + row * stride, stride, factor)
+                _hadamard_rows_streamed(between, row * WIDE, WIDE, out, place + row * stride, stride, gain)
     _fence()
