@@ -29,7 +29,16 @@ FLAT = {"methods", "rules", "codec", "replica", "transport", "ledger", "errors",
 TOUCHES_DISTRIBUTED = {"world.process_group", "world.join"}
 # Optional: the same functions as `in_torch`, where numba is installed.
 COMPILED = {
-    f"coding.kernels.{name}" for name in ("in_numba", "compiled", "numba_codec", "numba_sums", "numba_transforms")
+    f"coding.kernels.{name}"
+    for name in (
+        "in_numba",
+        "compiled",
+        "numba_codec",
+        "numba_fused",
+        "numba_select",
+        "numba_sums",
+        "numba_transforms",
+    )
 }
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from overtone.codec import BITS, TopK, mean, mean_of_blocks
 from overtone.coding.bits import Reader
 from overtone.coding.kernels import Kernels, in_numba, in_torch
+from overtone.coding.transforms import DCT, HADAMARD, RANDOM, Transform
 from overtone.errors import WireError
 from test_codec import kinds
 from whole import encode_all
@@ -62,21 +63,41 @@ def test_positions_are_near_the_entropy(k: int) -> None:
     assert 8 * len(in_torch.pack_positions(index, 4096)) <= 1.05 * 200 * entropy
 
 
+cuts_of_slabs = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 20)), min_size=1, max_size=3)  # (down, across)
+sides_of_chunks = st.sampled_from([(64, 64), (7, 64), (64, 3), (1, 1)])
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    cut=st.sampled_from([(2, 3, 64, 64), (1, 5, 7, 64), (4, 1, 64, 3), (1, 1, 1, 1), (2, 20, 64, 64)]),
+    transform=st.sampled_from([DCT, HADAMARD, RANDOM]),
+    sides=sides_of_chunks,
+    cuts=cuts_of_slabs,
+    keep=st.sampled_from([0.0, 0.9, 1.0]),
 )
-def test_differences_are_equal_bit_for_bit(seed: int, cut: tuple[int, int, int, int]) -> None:
-    down, across, h, w = cut
+def test_a_fused_difference_equals_its_parts(
+    seed: int, transform: Transform, sides: tuple[int, int], cuts: list[tuple[int, int]], keep: float
+) -> None:
+    """Bit for bit, from matrices that are larger than the patches, and that start anywhere."""
+    h, w = sides
     dice = torch.Generator().manual_seed(seed)
-    plus, minus = (torch.randn(down * h + 3, across * w + 5, generator=dice) for _ in range(2))
-    here = slice(1, down * h + 1), slice(2, across * w + 2)
-    found = [torch.empty(cut) for _ in range(2)]
-    squares = [loops.difference(plus[here], minus[here], out) for loops, out in zip(LOOPS, found, strict=True)]
-    assert squares == pytest.approx([float(found[0].double().square().sum())] * 2, rel=1e-5)
-    assert torch.equal(*found)
-    assert torch.equal(found[0][-1, -1], (plus[here] - minus[here])[-h:, -w:])
+    pairs = [torch.randn(2, down * h + 3, across * w + 5, generator=dice) for down, across in cuts]
+    plus, minus = ([pair[i, 1 : 1 - 3, 2 : 2 - 5] for pair in pairs] for i in range(2))
+    cut = [(a - b).unflatten(0, (-1, h)).unflatten(2, (-1, w)) for a, b in zip(plus, minus, strict=True)]
+    apart = torch.cat([part.transpose(1, 2).reshape(-1, h, w) for part in cut])
+    before, between, chunks = (
+        torch.randn(apart.shape, generator=dice),
+        torch.empty(apart.shape),
+        torch.empty_like(apart),
+    )
+    for loops in LOOPS:
+        expected, found = before.clone(), before.clone().view(len(apart), -1)
+        loops.forward(transform, apart, between, expected, keep=keep, scale=1.0)
+        squares = loops.difference_forward(
+            transform, sides, plus, minus, chunks.view(found.shape), between, found, keep=keep, scale=1.0
+        )
+        assert squares == pytest.approx(float(apart.double().square().sum()), rel=1e-5)
+        assert torch.equal(found.view(apart.shape), expected)
 
 
 @settings(max_examples=100, deadline=None)
@@ -118,6 +139,37 @@ def test_the_outer_step_is_a_row_of_single_operations() -> None:
     assert torch.equal(found.double(), answer)
     assert torch.equal(anchor.double(), theta)
     assert torch.equal(momentum.double(), m)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    transform=st.sampled_from([DCT, HADAMARD, RANDOM]),
+    sides=sides_of_chunks,
+    cuts=cuts_of_slabs,
+    carry=st.sampled_from([0.3, 1.0]),
+)
+def test_a_fused_outer_step_equals_its_parts(
+    seed: int, transform: Transform, sides: tuple[int, int], cuts: list[tuple[int, int]], carry: float
+) -> None:
+    """Bit for bit, in matrices that are larger than the patches, and that start anywhere."""
+    (h, w), numbers = sides, {"lr": 0.9, "mu": 0.8, "carry": carry}
+    chunks = sum(down * across for down, across in cuts)
+    dice = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(4, chunks, h * w, generator=dice).unbind(0)
+    between = torch.empty(chunks, h * w)
+    for loops in LOOPS:
+        found, expected = ([torch.zeros(down * h + 2, across * w + 3) for down, across in cuts] for _ in range(2))
+        fused, apart = ([vector.clone() for vector in vectors] for _ in range(2))
+        patches = [matrix[1:-1, 2:-1] for matrix in found]
+        loops.outer_patches(transform, sides, *fused, between, patches, **numbers)
+        answer, first = loops.outer_answer(*apart, **numbers), 0
+        for (down, across), matrix in zip(cuts, expected, strict=True):
+            part = answer[first : first + down * across].view(down, across, h, w)
+            loops.inverse_patch(transform, part, between, matrix[1:-1, 2:-1])
+            first += down * across
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(fused[:3], apart[:3], strict=True))
 
 
 @settings(max_examples=100, deadline=None)

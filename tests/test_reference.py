@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from overtone.bench.reference import TRANSFORMS, Reference, outer_step
+from overtone.coding.layout import Layout
 from overtone.rules import Published
 
 
@@ -32,9 +33,11 @@ def test_what_is_sent_and_what_is_kept_add_up(name: str) -> None:
 
 def test_the_outer_step_is_that_of_the_published_rule() -> None:
     """`rules.Published` makes it on coefficients; it is linear, so it is the same on weights."""
-    anchor, momentum, drift, mean = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).unbind(0)
+    anchor, momentum, drift, mean = torch.randn(4, 1, 50, generator=torch.Generator().manual_seed(0)).unbind(0)
     state = {"anchor": anchor.clone(), "momentum": momentum.clone(), "drift": drift}
-    Published(lr=0.7, decay=0.9).absorb(state, mean)
+    layout, weights = Layout.flat([(50,)]), torch.empty(50)
+    Published(lr=0.7, decay=0.9).absorb(state, mean, layout.target(layout.slabs[0], layout.matrices([weights])))
     outer_step(anchor, momentum, drift, mean, lr=0.7, decay=0.9)
     assert torch.allclose(anchor, state["anchor"], atol=1e-6)
+    assert torch.equal(weights, state["anchor"][0])
     assert torch.allclose(momentum, state["momentum"], atol=1e-6)

@@ -18,12 +18,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from overtone.codec import Decoded
-from overtone.coding.kernels import Kernels, in_torch
-from overtone.coding.layout import SlabSignal
+from overtone.coding.kernels import in_torch
+from overtone.coding.layout import SlabSignal, SlabTarget
+from overtone.coding.pages import zeros
 from overtone.errors import MethodError
 
 State = dict[str, Tensor]
@@ -60,11 +60,11 @@ class Rule(ABC):
         return False
 
     @abstractmethod
-    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:
-        """Update the state with the mean of all payloads, and return the coefficients of the answer.
+    def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:
+        """Update the state with the mean of all payloads, and write the answer from its coefficients.
 
-        The answer is the new value of the weights at which the signal was measured, or the gradient to step with. It
-        may lie in the memory of ``mean``.
+        The answer is the new value of the weights at which the signal was measured, or the gradient to step with. The
+        memory of ``mean`` may be used for it.
         """
 
     def place(self, state: State) -> Tensor:
@@ -89,8 +89,8 @@ class Mean(Rule):
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:  # noqa: ARG002
         return signal.coefficients()
 
-    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:  # noqa: ARG002
-        return mean
+    def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:  # noqa: ARG002
+        target.write(mean)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class DeMo(Rule):
         _within("release", self.release, 0.0, 1.0, above=True)
 
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
-        return {"momentum": torch.zeros_like(weights)}
+        return {"momentum": zeros(len(weights), weights.device)}
 
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
         return signal.into(state["momentum"], keep=self.decay)
@@ -127,8 +127,8 @@ class DeMo(Rule):
         decoded.add_to(state["momentum"], self.release)
         return True
 
-    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:  # noqa: ARG002
-        return mean
+    def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:  # noqa: ARG002
+        target.write(mean)
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ class Outer(Rule):
     def begin(self, weights: Tensor, *, lossless: bool) -> State:
         state = {"anchor": weights}
         if self.momentum:
-            state["momentum"] = torch.zeros_like(weights)
+            state["momentum"] = zeros(len(weights), weights.device)
         if not (lossless and self.release == 1.0):  # otherwise every round sends the whole drift: no residual
-            state["residual"] = torch.zeros_like(weights)
+            state["residual"] = zeros(len(weights), weights.device)
         return state
 
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
@@ -180,10 +180,10 @@ class Outer(Rule):
         decoded.add_to(state["residual"], self.release)
         return True
 
-    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:
+    def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:
         momentum = state["momentum"] if self.momentum else None
         residual, numbers = state.get("residual"), {"lr": self.lr, "mu": self.momentum, "carry": self.carry}
-        return kernels.outer_answer(state["anchor"], momentum, residual, mean, **numbers)
+        target.outer_step(state["anchor"], momentum, residual, mean, **numbers)
 
     def place(self, state: State) -> Tensor:
         return in_torch.carried(state["anchor"], state.get("residual"), self.carry)
@@ -220,7 +220,11 @@ class Published(Rule):
         _within("decay", self.decay, 0.0, 1.0)
 
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
-        return {"anchor": weights, "momentum": torch.zeros_like(weights), "drift": torch.zeros_like(weights)}
+        return {
+            "anchor": weights,
+            "momentum": zeros(len(weights), weights.device),
+            "drift": zeros(len(weights), weights.device),
+        }
 
     def accumulate(self, state: State, signal: SlabSignal) -> Tensor:
         # Kept until `absorb`, whose step uses the replica's own drift beside the mean.
@@ -234,11 +238,11 @@ class Published(Rule):
         decoded.add_to(state["momentum"])
         return True
 
-    def absorb(self, state: State, mean: Tensor, kernels: Kernels = in_torch) -> Tensor:  # noqa: ARG002
+    def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:
         # The authors' code adds the mean to the private momentum, so the replicas' momenta stay different.
         momentum = state["momentum"].add_(mean)
         state["anchor"].sub_(momentum.mul(self.decay).add_(state["drift"]).mul_(self.lr))
-        return state["anchor"]
+        target.write(state["anchor"])
 
 
 def _within(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from overtone.coding.chunks import Patch, Slab, matrix_shape, slabs_of
 from overtone.coding.kernels import Kernels, in_torch
+from overtone.coding.pages import in_large_pages, zeros
 from overtone.coding.transforms import Transform
 
 
@@ -28,43 +29,6 @@ def inner_part(values: Tensor, slab: Slab, piece: Slab) -> Tensor:
     """A piece's part of the values of its slab, as (chunks, area)."""
     first = piece.offset - slab.offset
     return values.view(-1)[first : first + piece.size].view(piece.chunks, piece.area)
-
-
-@dataclass(frozen=True)
-class SlabSignal:
-    """The signal of one slab in the domain of the weights.
-
-    It is transformed only when a rule asks for its coefficients, and directly into the rule's own tensor.
-    """
-
-    values: Tensor  # (chunks, area)
-    shape: tuple[int, int, int]  # (chunks, h, w)
-    transform: Transform | None
-    between: Tensor  # scratch, as large as the values
-    out: Tensor  # a second scratch tensor of this size
-    kernels: Kernels = in_torch
-    squares: float | None = None  # the sum of the values' squares, if it is known already
-    scale: float = 1.0  # the loss scale: the signal is values / scale
-
-    def norm(self) -> Tensor:
-        """The norm of the signal. A transform does not change it."""
-        known = None if self.squares is None else torch.tensor(math.sqrt(self.squares), device=self.values.device)
-        return (torch.linalg.vector_norm(self.values) if known is None else known) / self.scale
-
-    def coefficients(self) -> Tensor:
-        """The coefficients, (chunks, area), in a scratch area. The next slab overwrites it."""
-        if self.transform is None and self.scale == 1.0:
-            return self.values
-        return self.into(self.out)
-
-    def into(self, out: Tensor, keep: float = 0.0) -> Tensor:
-        """out ← keep · out + coefficients."""
-        if self.transform is not None:
-            chunks, between, place = (tensor.view(self.shape) for tensor in (self.values, self.between, out))
-            self.kernels.forward(self.transform, chunks, between, place, keep=keep, scale=self.scale)
-            return out
-        values = self.values if self.scale == 1.0 else torch.div(self.values, self.scale, out=self.between)
-        return out.copy_(values) if keep == 0.0 else out.mul_(keep).add_(values)
 
 
 class Layout:
@@ -86,7 +50,7 @@ class Layout:
 
     def empty(self, device: torch.device) -> Tensor:
         """A flat vector of zeros."""
-        return torch.zeros(self.size, dtype=torch.float32, device=device)
+        return zeros(self.size, device)
 
     def scratch(self, slab: Slab, index: int, device: torch.device) -> Tensor:
         """One of three scratch areas, as large as the slab.
@@ -95,13 +59,14 @@ class Layout:
         """
         if device not in self._scratch:
             largest = max((slab.size for slab in self.slabs), default=0)
-            self._scratch[device] = torch.empty(3, largest, dtype=torch.float32, device=device)
+            areas = torch.empty(3, largest, dtype=torch.float32, device=device)
+            self._scratch[device] = in_large_pages(areas)
         return self._scratch[device][index, : slab.size].view(slab.chunks, slab.area)
 
     # -- a slab at a time ------------------------------------------------------------------------------------------
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors as matrices, for `read_slab` and `write_slab`.
+        """The tensors as matrices, for `read_slab` and `target`.
 
         They are views where possible. A tensor that is not contiguous (channels_last, a transposed view) is copied.
         """
@@ -117,51 +82,14 @@ class Layout:
         minus: Sequence[Tensor] | None = None,
         device: torch.device | None = None,
         kernels: Kernels = in_torch,
+        scale: float = 1.0,
     ) -> SlabSignal:
-        """The slab's part of ``plus`` (minus ``minus``), both given as `matrices`. The subtraction is done in fp32.
+        """The slab's part of ``plus`` (minus ``minus``), both given as `matrices`, over ``scale``."""
+        return SlabSignal(self, slab, plus, minus, device or plus[0].device, kernels, scale)
 
-        The result lies in a scratch area, which the next slab overwrites.
-        """
-        device = device or plus[0].device
-        values, between, out = (self.scratch(slab, i, device) for i in range(3))
-        squares: float | None = 0.0
-        for bundle in slab.bundles:
-            place = _place(values, slab, bundle)
-            if minus is not None and _is_direct(slab, bundle, values, plus, minus):
-                (here,), (there,) = (_rectangles(matrices, slab, bundle) for matrices in (plus, minus))
-                found = kernels.difference(here, there, place[0])
-                squares = None if squares is None else squares + found
-                continue
-            squares = None
-            if minus is None:
-                place.copy_(_join(plus, slab, bundle, device))
-            else:
-                here, there = (_join(matrices, slab, bundle, device) for matrices in (plus, minus))
-                # Converted to fp32: a difference in bf16 would lose small drifts.
-                torch.sub(here.float(), there.float(), out=place)
-        transform = None if slab.plain else self.transform
-        return SlabSignal(values, (slab.chunks, slab.h, slab.w), transform, between, out, kernels, squares)
-
-    def write_slab(self, slab: Slab, coeffs: Tensor, matrices: Sequence[Tensor], kernels: Kernels = in_torch) -> None:
-        """Write the slab's part of the tensors from its coefficients, rounded to the type of each tensor."""
-        values = coeffs
-        if self.transform is not None and not slab.plain:
-            # Only areas 0 and 1: a round keeps the mean, and with it perhaps the coefficients, in area 2.
-            between, values = (self.scratch(slab, i, coeffs.device) for i in range(2))
-            if all(_is_direct(slab, bundle, coeffs, matrices) for bundle in slab.bundles):
-                for bundle in slab.bundles:
-                    (rectangle,) = _rectangles(matrices, slab, bundle)
-                    kernels.inverse_patch(self.transform, _place(coeffs, slab, bundle)[0], between, rectangle)
-                return
-            shape = (slab.chunks, slab.h, slab.w)
-            kernels.inverse(self.transform, coeffs.view(shape), between.view(shape), values.view(shape))
-        for bundle in slab.bundles:
-            rectangles, place = _rectangles(matrices, slab, bundle), _place(values, slab, bundle)
-            if slab.plain:
-                parts = place.split([rectangle.numel() for rectangle in rectangles])
-            else:
-                parts = place.transpose(2, 3).reshape(len(bundle), *rectangles[0].shape).unbind(0)
-            torch._foreach_copy_(rectangles, list(parts))  # one call for many small tensors
+    def target(self, slab: Slab, matrices: Sequence[Tensor], kernels: Kernels = in_torch) -> SlabTarget:
+        """The slab's part of tensors, given as `matrices`, to be written."""
+        return SlabTarget(self, slab, matrices, kernels)
 
     # -- all at once -----------------------------------------------------------------------------------------------
 
@@ -176,10 +104,132 @@ class Layout:
         """Write all tensors from their coefficients ``flat``."""
         matrices = self.matrices(tensors)
         for slab in self.slabs:
-            self.write_slab(slab, part_of(flat, slab), matrices)
+            self.target(slab, matrices).write(part_of(flat, slab))
         for matrix, tensor in zip(matrices, tensors, strict=True):
             if matrix.data_ptr() != tensor.data_ptr():  # `matrices` had to make a copy
                 tensor.copy_(matrix.view(tensor.shape))
+
+
+@dataclass
+class SlabSignal:
+    """The signal of one slab: plus − minus over the loss scale, in fp32.
+
+    It is read and transformed only when a rule asks for its coefficients, and directly into the rule's own tensor.
+    Values lie in a scratch area, which the next slab overwrites.
+    """
+
+    layout: Layout
+    slab: Slab
+    plus: Sequence[Tensor]
+    minus: Sequence[Tensor] | None
+    device: torch.device
+    kernels: Kernels
+    scale: float
+    _squares: float | None = None  # the sum of the squares of plus − minus, if it is known
+    _values: Tensor | None = None  # plus − minus, if it was needed
+
+    def norm(self) -> Tensor | float:
+        """The norm of the signal. A transform does not change it. It is known at once after `into`, in most cases."""
+        known = None if self._squares is None else math.sqrt(self._squares)
+        return (torch.linalg.vector_norm(self.values()) if known is None else known) / self.scale
+
+    def coefficients(self) -> Tensor:
+        """The coefficients, (chunks, area), in a scratch area."""
+        if self._transform is None and self.scale == 1.0:
+            return self.values()
+        return self.into(self.layout.scratch(self.slab, 2, self.device))
+
+    def into(self, out: Tensor, keep: float = 0.0) -> Tensor:
+        """out ← keep · out + coefficients."""
+        slab, transform = self.slab, self._transform
+        if transform is None:
+            values = self.values() if self.scale == 1.0 else self.values() / self.scale
+            return out.copy_(values) if keep == 0.0 else out.mul_(keep).add_(values)
+        between, numbers = self.layout.scratch(slab, 1, self.device), {"keep": keep, "scale": self.scale}
+        if self.minus is not None and all(_is_direct(slab, b, out, self.plus, self.minus) for b in slab.bundles):
+            here, there = ([_rectangles(side, slab, b)[0] for b in slab.bundles] for side in (self.plus, self.minus))
+            chunks = self.layout.scratch(slab, 0, self.device)
+            self._squares = self.kernels.difference_forward(
+                transform, (slab.h, slab.w), here, there, chunks, between, out, **numbers
+            )
+            return out
+        chunks, between, place = (t.view(slab.chunks, slab.h, slab.w) for t in (self.values(), between, out))
+        self.kernels.forward(transform, chunks, between, place, **numbers)
+        return out
+
+    def values(self) -> Tensor:
+        """plus − minus, (chunks, area), in a scratch area."""
+        if self._values is not None:
+            return self._values
+        slab, self._values = self.slab, self.layout.scratch(self.slab, 0, self.device)
+        for bundle in slab.bundles:
+            place, here = _place(self._values, slab, bundle), _join(self.plus, slab, bundle, self.device)
+            if self.minus is None:
+                place.copy_(here)
+            else:
+                # Converted to fp32: a difference in bf16 would lose small drifts.
+                torch.sub(here.float(), _join(self.minus, slab, bundle, self.device).float(), out=place)
+        return self._values
+
+    @property
+    def _transform(self) -> Transform | None:
+        return None if self.slab.plain else self.layout.transform
+
+
+@dataclass(frozen=True)
+class SlabTarget:
+    """One slab's part of the tensors, to be written from coefficients, rounded to the type of each tensor."""
+
+    layout: Layout
+    slab: Slab
+    matrices: Sequence[Tensor]
+    kernels: Kernels
+
+    def write(self, coeffs: Tensor) -> None:
+        """Write the values of the coefficients."""
+        slab, values, transform = self.slab, coeffs, self.layout.transform
+        if transform is not None and not slab.plain:
+            # Only areas 0 and 1: a round keeps the mean, and with it perhaps the coefficients, in area 2.
+            between, values = (self.layout.scratch(slab, i, coeffs.device) for i in range(2))
+            if self._is_direct(coeffs):
+                for bundle in slab.bundles:
+                    (rectangle,) = _rectangles(self.matrices, slab, bundle)
+                    self.kernels.inverse_patch(transform, _place(coeffs, slab, bundle)[0], between, rectangle)
+                return
+            shape = (slab.chunks, slab.h, slab.w)
+            self.kernels.inverse(transform, coeffs.view(shape), between.view(shape), values.view(shape))
+        for bundle in slab.bundles:
+            rectangles, place = _rectangles(self.matrices, slab, bundle), _place(values, slab, bundle)
+            if slab.plain:
+                parts = place.split([rectangle.numel() for rectangle in rectangles])
+            else:
+                parts = place.transpose(2, 3).reshape(len(bundle), *rectangles[0].shape).unbind(0)
+            torch._foreach_copy_(rectangles, list(parts))  # one call for many small tensors
+
+    def outer_step(
+        self,
+        anchor: Tensor,
+        momentum: Tensor | None,
+        residual: Tensor | None,
+        mean: Tensor,
+        *,
+        lr: float,
+        mu: float,
+        carry: float,
+    ) -> None:
+        """Step the anchor, and write the next weights. Where it can be, both are done while values are in the cache."""
+        transform, numbers = self.layout.transform, {"lr": lr, "mu": mu, "carry": carry}
+        usual = carry != 0.0 and self._is_direct(mean)
+        if not usual or transform is None or momentum is None or residual is None:
+            self.write(self.kernels.outer_answer(anchor, momentum, residual, mean, **numbers))
+            return
+        between = self.layout.scratch(self.slab, 0, mean.device)
+        patches = [_rectangles(self.matrices, self.slab, bundle)[0] for bundle in self.slab.bundles]
+        shape = (self.slab.h, self.slab.w)
+        self.kernels.outer_patches(transform, shape, anchor, momentum, residual, mean, between, patches, **numbers)
+
+    def _is_direct(self, coeffs: Tensor) -> bool:
+        return all(_is_direct(self.slab, bundle, coeffs, self.matrices) for bundle in self.slab.bundles)
 
 
 def _rectangles(matrices: Sequence[Tensor], slab: Slab, bundle: Sequence[Patch]) -> list[Tensor]:

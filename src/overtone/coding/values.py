@@ -7,6 +7,7 @@ Legend: c chunks, a values in a chunk, k of them kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -41,7 +42,7 @@ def encode_values(
         values = coeffs.gather(1, index)
     # NaN and infinity compare as the strongest values, so the selection contains them and no others need a check.
     # The sum is a fast first test. Finite values may have an infinite sum, so each value is tested then.
-    if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+    if not math.isfinite(float(values.sum())) and not bool(torch.isfinite(values).all()):
         raise NotFiniteError(-1)
     if bits == 32:
         # A copy: without a selection, `values` is the residual itself, which changes when the sent part leaves it.

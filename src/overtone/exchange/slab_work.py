@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -48,11 +48,12 @@ class SlabWork:
         layout = self.layout
         plus = layout.matrices(sources.plus)
         minus = None if sources.minus is None else layout.matrices(sources.minus)
-        blocks, norms = [], []
+        blocks: list[Block] = []
+        norms: list[Tensor | float] = []
         for slab in layout.slabs:
-            signal = replace(layout.read_slab(slab, plus, minus, self.device, self.kernels), scale=scale)
-            norms.append(signal.norm())
+            signal = layout.read_slab(slab, plus, minus, self.device, self.kernels, scale)
             coeffs = self.rule.accumulate(parts_of(state, slab), signal)
+            norms.append(signal.norm())
             for number in self.deal.inside[slab.offset]:
                 piece = self.deal.pieces[number].slab
                 here = coeffs if piece is slab else inner_part(coeffs, slab, piece)
@@ -61,7 +62,7 @@ class SlabWork:
                 # refused.
                 self.rule.sent(parts_of(state, piece), decoded)
                 blocks.append(block)
-        return blocks, torch.stack(norms)
+        return blocks, torch.stack([torch.as_tensor(n, dtype=torch.float32, device=self.device) for n in norms])
 
     def absorb(self, state: State, received: Averaged, targets: Sequence[Tensor]) -> None:
         """Mean of all payloads → rule → ``targets``."""
@@ -73,7 +74,7 @@ class SlabWork:
             if received.may_return:
                 for piece, decoded in received.returned(slab):
                     self.rule.withdraw(parts_of(state, piece), decoded)
-            layout.write_slab(slab, self.rule.absorb(here, mean, self.kernels), matrices, self.kernels)
+            self.rule.absorb(here, mean, layout.target(slab, matrices, self.kernels))
         for matrix, target in zip(matrices, targets, strict=True):
             # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.
             if matrix.data_ptr() != target.data_ptr():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -58,14 +59,26 @@ class Kernels(Protocol):
         """Add the values of a block, divided by a number, to chunks."""
         ...
 
-    def difference(self, plus: Tensor, minus: Tensor, out: Tensor) -> float:
-        """Cut the difference of two matrices into chunks. Returns the sum of their squares."""
-        ...
-
     def forward(
         self, transform: Transform, chunks: Tensor, between: Tensor, out: Tensor, *, keep: float, scale: float
     ) -> None:
         """Add the coefficients of chunks to ``out``."""
+        ...
+
+    def difference_forward(
+        self,
+        transform: Transform,
+        shape: tuple[int, int],
+        plus: Sequence[Tensor],
+        minus: Sequence[Tensor],
+        chunks: Tensor,
+        between: Tensor,
+        out: Tensor,
+        *,
+        keep: float,
+        scale: float,
+    ) -> float:
+        """Add the coefficients of differences of parts of matrices to ``out``. Returns the sum of their squares."""
         ...
 
     def inverse(self, transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
@@ -88,6 +101,24 @@ class Kernels(Protocol):
         carry: float,
     ) -> Tensor:
         """Step the anchor, and return the coefficients of the next weights."""
+        ...
+
+    def outer_patches(
+        self,
+        transform: Transform,
+        shape: tuple[int, int],
+        anchor: Tensor,
+        momentum: Tensor,
+        residual: Tensor,
+        mean: Tensor,
+        between: Tensor,
+        patches: Sequence[Tensor],
+        *,
+        lr: float,
+        mu: float,
+        carry: float,
+    ) -> None:
+        """Step the anchor, and write the next weights directly into parts of matrices."""
         ...
 
     def row_hashes(self, words: Tensor, weights: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """The functions of `in_torch`, compiled for the CPU by numba: bit-identical results, several times faster.
 
-Tensors are passed as numpy views of the same memory. The loops are in numba_codec.py, numba_sums.py and
-numba_transforms.py. The first use on a machine compiles for some seconds; numba keeps the result on disk.
+Tensors are passed as numpy views of the same memory. The loops are in the files numba_*.py. The first use on a
+machine compiles for some seconds; numba keeps the result on disk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from overtone.coding.bits import Reader, beyond, field_bytes, miscounted, open_positions, widths
-from overtone.coding.kernels import in_torch, numba_codec, numba_sums, numba_transforms
+from overtone.coding.kernels import in_torch, numba_codec, numba_fused, numba_select, numba_sums, numba_transforms
 from overtone.coding.kernels.in_torch import SparseGrid, largest_step
 from overtone.coding.transforms import DCT, HADAMARD, Transform, hadamard_gain
 
@@ -30,7 +31,7 @@ _NO_PLACES, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
 def select(coeffs: Tensor, k: int) -> Tensor:
     """See `in_torch.select`."""
     index = np.empty((len(coeffs), k), np.int64)
-    numba_codec.select(coeffs.contiguous().view(torch.int32).numpy(), k, index)
+    numba_select.select(coeffs.contiguous().view(torch.int32).numpy(), k, index)
     return torch.from_numpy(index)
 
 
@@ -146,12 +147,34 @@ def inverse_patch(transform: Transform, coeffs: Tensor, between: Tensor, out: Te
         return
     _, kind, gain = _COMPILED[transform]
     across, factor = coeffs.shape[1], np.float32(gain)
-    numba_transforms.inverse_patch(kind, _flat(coeffs), _scratch(), *_span(out), across, factor)
+    numba_transforms.inverse_patch(kind, _flat(coeffs), 0, _scratch(), *_span(out), across, factor)
 
 
-def difference(plus: Tensor, minus: Tensor, out: Tensor) -> float:
-    """See `in_torch.difference`."""
-    return numba_sums.difference(*_span(plus), *_span(minus), out.numpy())
+def difference_forward(
+    transform: Transform,
+    shape: tuple[int, int],
+    plus: Sequence[Tensor],
+    minus: Sequence[Tensor],
+    chunks: Tensor,
+    between: Tensor,
+    out: Tensor,
+    *,
+    keep: float,
+    scale: float,
+) -> float:
+    """See `in_torch.difference_forward`."""
+    if transform not in _COMPILED or shape != (SIDE, SIDE):
+        numbers = {"keep": keep, "scale": scale}
+        return in_torch.difference_forward(transform, shape, plus, minus, chunks, between, out, **numbers)
+    kind, _, gain = _COMPILED[transform]
+    areas, factors = (_flat(chunks), _scratch(), _flat(out)), (np.float32(keep), np.float32(gain / scale))
+    first, squares = 0, 0.0
+    for here, there in zip(plus, minus, strict=True):
+        squares += numba_fused.difference_forward(
+            kind, *_span(here), *_span(there), here.shape[1], areas, first, factors
+        )
+        first += here.numel()
+    return squares
 
 
 def _usual(*chunks: Tensor) -> bool:
@@ -173,8 +196,8 @@ def _span(rows: Tensor) -> tuple[Any, int]:
 
     Loops over it are faster than over a numpy array with two strides: the compiler then knows that rows have no gaps.
     """
-    stride = rows.stride(0)
-    return rows.as_strided(((len(rows) - 1) * stride + rows.shape[1],), (1,)).numpy(), stride
+    (height, width), stride = rows.shape, rows.stride(0)
+    return rows.as_strided(((height - 1) * stride + width,), (1,)).numpy(), stride
 
 
 # -- the outer step ------------------------------------------------------------------------------------------------
@@ -193,9 +216,36 @@ def outer_answer(
     """See `in_torch.outer_answer`."""
     if momentum is None:
         return in_torch.outer_answer(anchor, momentum, residual, mean, lr=lr, mu=mu, carry=carry)
-    numbers = np.array([lr, mu, carry], np.float32)
+    numbers = np.float32(lr), np.float32(mu), np.float32(carry)
     if residual is None or carry == 0.0:
         numba_sums.nesterov(_flat(anchor), _flat(momentum), _flat(mean), numbers)
         return anchor
     numba_sums.nesterov_carried(_flat(anchor), _flat(momentum), _flat(mean), _flat(residual), numbers)
     return mean
+
+
+def outer_patches(
+    transform: Transform,
+    shape: tuple[int, int],
+    anchor: Tensor,
+    momentum: Tensor,
+    residual: Tensor,
+    mean: Tensor,
+    between: Tensor,
+    patches: Sequence[Tensor],
+    *,
+    lr: float,
+    mu: float,
+    carry: float,
+) -> None:
+    """See `in_torch.outer_patches`."""
+    if transform not in _COMPILED or shape != (SIDE, SIDE):
+        numbers = {"lr": lr, "mu": mu, "carry": carry}
+        in_torch.outer_patches(transform, shape, anchor, momentum, residual, mean, between, patches, **numbers)
+        return
+    _, kind, gain = _COMPILED[transform]
+    state = _flat(anchor), _flat(momentum), _flat(residual), _flat(mean)
+    steps, scratch, first = (np.float32(lr), np.float32(mu), np.float32(carry)), _scratch(), 0
+    for patch in patches:
+        numba_fused.outer_patch(kind, state, first, steps, scratch, *_span(patch), patch.shape[1], np.float32(gain))
+        first += patch.numel()

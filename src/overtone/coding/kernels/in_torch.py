@@ -5,6 +5,7 @@ Legend: c chunks in a slab, a values in a chunk (its area), k of them kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +25,12 @@ from overtone.coding.transforms import Transform, full_precision
 __all__ = [
     "add",
     "add_share",
-    "difference",
+    "difference_forward",
     "forward",
     "inverse",
     "inverse_patch",
     "outer_answer",
+    "outer_patches",
     "pack_codes",
     "pack_positions",
     "quantize",
@@ -170,6 +172,31 @@ def forward(transform: Transform, chunks: Tensor, between: Tensor, out: Tensor, 
     transform.forward(chunks, between, out, keep=keep, scale=scale)
 
 
+def difference_forward(
+    transform: Transform,
+    shape: tuple[int, int],
+    plus: Sequence[Tensor],
+    minus: Sequence[Tensor],
+    chunks: Tensor,
+    between: Tensor,
+    out: Tensor,
+    *,
+    keep: float,
+    scale: float,
+) -> float:
+    """`difference` of each pair of patches, which fill ``chunks`` (scratch) in their order; then `forward` of all.
+
+    Returns the sum of the squares of all differences.
+    """
+    (h, w), squares = shape, 0.0
+    parts = chunks.split([patch.numel() // (h * w) for patch in plus])
+    for here, there, part in zip(plus, minus, parts, strict=True):
+        squares += difference(here, there, part.view(-1, here.shape[1] // w, h, w))
+    whole, spare, place = (tensor.view(-1, h, w) for tensor in (chunks, between, out))
+    forward(transform, whole, spare, place, keep=keep, scale=scale)
+    return squares
+
+
 def inverse(transform: Transform, coeffs: Tensor, between: Tensor, out: Tensor) -> None:
     """The values of (c, h, w) coefficients. ``between`` is scratch."""
     transform.inverse(coeffs, between, out)
@@ -221,6 +248,28 @@ def outer_answer(
     """`outer_step`, then `carried`. The answer may lie in the memory of ``mean``, whose values are lost then."""
     outer_step(anchor, momentum, mean, lr=lr, mu=mu)
     return carried(anchor, residual, carry)
+
+
+def outer_patches(
+    transform: Transform,
+    shape: tuple[int, int],
+    anchor: Tensor,
+    momentum: Tensor,
+    residual: Tensor,
+    mean: Tensor,
+    between: Tensor,
+    patches: Sequence[Tensor],
+    *,
+    lr: float,
+    mu: float,
+    carry: float,
+) -> None:
+    """`outer_answer`, then `inverse_patch` of the answer: its chunks of this shape fill the patches in their order."""
+    answer = outer_answer(anchor, momentum, residual, mean, lr=lr, mu=mu, carry=carry)
+    h, w = shape
+    parts = answer.split([patch.numel() // (h * w) for patch in patches])
+    for part, patch in zip(parts, patches, strict=True):
+        inverse_patch(transform, part.view(-1, patch.shape[1] // w, h, w), between, patch)
 
 
 # -- fingerprints --------------------------------------------------------------------------------------------------

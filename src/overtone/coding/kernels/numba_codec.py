@@ -1,4 +1,4 @@
-"""The compiled loops of the codec: selection, positions, values.
+"""The compiled loops of the codec: positions, values, the blocks of both.
 
 Loops that read untrusted bytes check every count before they write.
 """
@@ -9,133 +9,10 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from overtone.coding.kernels.compiled import compiled
 from overtone.coding.kernels.in_torch import EXCEPTIONAL, FRACTION, PASSES
-
-
-@intrinsic
-def _trailing_zeros(typing_context: Any, word: Any) -> Any:  # noqa: ARG001
-    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.uint64(types.uint64), build
-
-
-@intrinsic
-def _reaching(_typing: Any, row: Any, start: Any, least: Any) -> Any:  # noqa: ARG001
-    """A word with a one for each of the 64 magnitudes from ``start`` on that reach ``least``."""
-    number, many = ir.IntType(32), ir.VectorType(ir.IntType(32), 64)
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        values = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), many.as_pointer()))
-        values.align = 4
-        magnitudes = builder.and_(values, ir.Constant(many, [ir.Constant(number, 0x7FFFFFFF)] * 64))
-        one = builder.insert_element(ir.Constant(many, ir.Undefined), arguments[2], ir.Constant(number, 0))
-        limit = builder.shuffle_vector(one, one, ir.Constant(many, [ir.Constant(number, 0)] * 64))
-        return builder.bitcast(builder.icmp_signed(">=", magnitudes, limit), ir.IntType(64))
-
-    return types.uint64(types.Array(types.int32, 1, "C"), types.int64, types.int32), build
-
-
-@compiled
-def _count(strength: Any, threshold: int) -> int:
-    """The number of values at or above the threshold."""
-    # A 32-bit counter: with it, the compiler can use vector instructions.
-    threshold32 = np.int32(threshold)
-    n = np.uint32(0)
-    for i in range(strength.size):
-        n = np.uint32(n + np.uint32(strength[i] >= threshold32))
-    return int(n)
-
-
-@compiled
-def select(rows: Any, k: int, index: Any) -> None:
-    """The k strongest of each row. Magnitudes are compared by their bits, which sort as whole numbers.
-
-    A row is folded into 4 k columns or more. At first, only the strongest value of each column counts. A threshold that
-    k columns reach is reached by at least k values, and by not many more. Then only these few candidates are tested.
-    """
-    c, a = rows.shape
-    columns = 64
-    while columns < 4 * k:
-        columns *= 2
-    if a % columns or columns == a:
-        columns = a  # no folding: each value is a column
-    whole = a // 64 * 64
-    strength = np.empty(a + 1, np.int32)
-    candidates = np.empty(a + 1, np.int64)
-    tops = np.empty(columns, np.int32)
-    magnitude = np.int32(0x7FFFFFFF)
-    guess = np.int64(0)  # the threshold of the last row is a good guess for the next
-    for r in range(c):
-        row = rows[r]
-        for j in range(columns):
-            tops[j] = row[j] & magnitude
-        for start in range(columns, a, columns):
-            part = row[start : start + columns]
-            for j in range(columns):
-                value = np.int32(part[j] & magnitude)
-                tops[j] = value if value > tops[j] else tops[j]
-        guess, ties = _threshold(tops, k, guess)
-        least = np.int32(guess)
-        found = 0
-        for start in range(0, whole, 64):
-            word: Any = _reaching(row, start, least)
-            while word != np.uint64(0):
-                i = start + np.int64(_trailing_zeros(word))
-                word &= word - np.uint64(1)  # clears the lowest one
-                candidates[found] = i
-                strength[found] = row[i] & magnitude
-                found += 1
-        for i in range(whole, a):  # the rest, if a row is no multiple of 64
-            candidates[found] = i
-            strength[found] = row[i] & magnitude
-            found += strength[found] >= least
-        threshold = np.int64(least)
-        if found > k:
-            threshold, ties = _threshold(strength[:found], k, threshold)
-        n = 0
-        for j in range(found):
-            i = candidates[j]
-            value = strength[j]
-            if value > threshold or (value == threshold and ties > 0):
-                index[r, n] = i
-                n += 1
-                ties -= value == threshold
-
-
-@compiled
-def _threshold(strength: Any, k: int, guess: int) -> Any:
-    """A threshold, and the number of values equal to it that are kept. Together with all larger values they are k.
-
-    It is found by bisection from a guess, which is rarely far away. Any threshold that exactly k values reach is good.
-    """
-    top = np.int32(0)
-    for i in range(strength.size):
-        top = strength[i] if strength[i] > top else top
-    low, high = np.int64(0), np.int64(top) + 1  # more than k reach low, fewer than k reach high
-    n_high = 0
-    stride = np.int64(1) << 19  # the first steps away from the guess, doubled each time, until k is enclosed
-    threshold = guess if low < guess < high else (low + high) >> 1
-    while high - low > 1:
-        n = _count(strength, threshold)
-        if n == k:
-            return threshold, strength.size  # room for all ties: exactly k values reach it
-        if n > k:
-            low = threshold
-            guess = threshold + stride
-        else:
-            high = threshold
-            n_high = n
-            guess = threshold - stride
-        stride <<= 1
-        threshold = guess if low < guess < high and (low == 0 or high > top) else (low + high) >> 1
-    return low, k - n_high
+from overtone.coding.kernels.numba_select import trailing_zeros
 
 
 @compiled
@@ -234,7 +111,7 @@ def _read_row(low: Any, high: Any, width: int, area: int, place: Any, row: Any) 
                 return word, at, bit, before, n
             word = high[at]
             at += np.uint64(1)
-        one = ((at - np.uint64(1)) << np.uint64(6)) + _trailing_zeros(word)
+        one = ((at - np.uint64(1)) << np.uint64(6)) + trailing_zeros(word)
         word &= word - np.uint64(1)  # clears the lowest one
         b = bit >> np.uint64(3)
         window = (

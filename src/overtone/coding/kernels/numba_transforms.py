@@ -341,18 +341,20 @@ def transform_chunks(kind: int, source: Any, between: Any, out: Any, keep: Any, 
 
 
 @compiled
-def inverse_patch(kind: int, source: Any, between: Any, out: Any, stride: int, across: int, factor: Any) -> None:
-    """Chunks that follow each other become a matrix with ``across`` of them in a row; ``stride`` from row to row."""
+def inverse_patch(
+    kind: int, source: Any, first: int, between: Any, out: Any, stride: int, across: int, gain: Any
+) -> None:
+    """Chunks from number ``first`` on become parts of a matrix: ``across`` in a row, ``stride`` from row to row."""
     aligned = out.ctypes.data % 64 == 0 and stride % LANES == 0
-    for chunk in range(source.size // AREA):
+    for chunk in range(first, first + source.size // AREA):
         place = (chunk // across * stride + chunk % across) * SIDE
-        _columns(kind, source, chunk * AREA, between)
+        _columns(kind, source, (chunk - first) * AREA, between)
         if not aligned:
-            _rows(kind, between, out, place, stride, factor)
+            _rows(kind, between, out, place, stride, gain)
             continue
         for row in range(0, SIDE, LANES):
             if kind == FROM_COSINES:
-                _back_rows_streamed(between, row * WIDE, WIDE, out, place + row * stride, stride, factor)
+                _back_rows_streamed(between, row * WIDE, WIDE, out, place + row * stride, stride, gain)
             else:
-                _hadamard_rows_streamed(between, row * WIDE, WIDE, out, place + row * stride, stride, factor)
+                _hadamard_rows_streamed(between, row * WIDE, WIDE, out, place + row * stride, stride, gain)
     _fence()
