@@ -248,7 +248,7 @@ MOMENTS = [
     after("exchange.round:Exchanger.start", rank=1, step=4, until=saved(3)),
     after("exchange.round:compare_anchors", rank=0, step=8, until=saved(6)),
     Moment(SAVE_FILE, "half", rank=1, until=(file(9, 0),)),
-    after("coding.layout:Layout.target", rank=1, step=12, until=saved(9)),
+    after("coding.layout:SlabTarget.write", rank=1, step=12, until=saved(9)),
     before("runs.evaluate:measure", rank=0, step=20, until=saved(18)),
     before("runs.checkpoint.format:write", rank=1, match="*step-00000024-final/*", until=(file(24, 0),)),
 ]
@@ -312,7 +312,7 @@ def test_images_with_statistics_and_augmentation_go_on_bit_for_bit(tmp_path: Pat
              "--batch", "3", "--model", "resnet-tiny", *map(str, PACE))  # fmt: skip
     starter = Warm("tasks.image")
     try:
-        chain = [m for m in MOMENTS if "Layout.target" not in m.where]
+        chain = [m for m in MOMENTS if "SlabTarget.write" not in m.where]
         disturbed_and_not(starter, tmp_path, flags, [*chain, after("exchange.buffers:Buffers.absorb", rank=0, step=24)])
         tree = Trial(starter, tmp_path / "run", flags).trees()[1]
         assert any("running_mean" in name for name in tree["model"])
