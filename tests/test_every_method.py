@@ -420,7 +420,7 @@ def test_models_that_cannot_be_wrapped() -> None:
         (overtone.published, {"decay": float("nan")}, "decay=nan"),
         (overtone.demo, {"keep": 0}, "keep=0"),
         (overtone.decoupled, {"momentum": "x"}, r"momentum='x': must be a number in \[0, 1\)"),
-        (overtone.decoupled, {"momentum": None}, "momentum=None"),
+        (overtone.diloco, {"momentum": None}, "momentum=None"),
         (overtone.decoupled, {"lr": True}, "lr=True: the outer learning rate"),
         (overtone.decoupled, {"carry": [1]}, r"carry=\[1\]"),
         (overtone.decoupled, {"every": True}, "every=True"),

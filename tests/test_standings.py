@@ -331,11 +331,12 @@ def test_labels_name_exchange_and_delay(tell: Tell) -> None:
     def labels(*numbers: dict[str, Any]) -> list[str]:
         return standings.labels([tell("decoupled", 2.0, numbers=one) for one in numbers])
 
-    sharded = {"exchange": "sharded"}
-    assert labels({}, {"delay": 5}, sharded) == ["decoupled", "decoupled, delay 5", "decoupled, exchange sharded"]
-    assert labels({}, {"delay": 5}) == ["decoupled", "decoupled, delay 5"]
-    assert labels({}, {"delay": 5}, {"delay": 5, "keep": 8})[:2] == ["decoupled", "decoupled, delay 5"]
-    assert labels({"delay": 5}, {"delay": 5, "keep": 8}) == ["decoupled, keep 128", "decoupled, keep 8"]
+    sharded, delayed = {"exchange": "sharded"}, {"delay": 5, "momentum": 0.8}
+    assert labels({}, delayed, sharded) == ["decoupled", "decoupled, delay 5", "decoupled, exchange sharded"]
+    assert labels({}, delayed) == ["decoupled", "decoupled, delay 5"]
+    assert labels({}, {"delay": 5}) == ["decoupled", "decoupled, delay 5, momentum 0.7"]  # a default that differs
+    assert labels({}, delayed, {**delayed, "keep": 8})[:2] == ["decoupled", "decoupled, delay 5"]
+    assert labels(delayed, {**delayed, "keep": 8}) == ["decoupled, keep 128", "decoupled, keep 8"]
     assert labels({}, {}, {"exchange": "gathered"})[2] == "decoupled, exchange gathered"
     assert labels({"exchange": "gathered"}, {**sharded, "keep_down": 512}) == [
         "decoupled, exchange gathered", "decoupled, exchange sharded, keep down 512",
