@@ -16,6 +16,7 @@ import argparse
 import csv
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -137,6 +138,7 @@ def traffic(replicas: int, name: str, method: overtone.Method) -> Traffic:
 
 
 def all_traffic() -> list[Traffic]:
+    os.environ["OVERTONE_KERNELS"] = "numba"  # for larger models only by default, but here there are many of them
     kept = RUNS / "traffic"
     kept.mkdir(parents=True, exist_ok=True)
     found = []

@@ -55,7 +55,7 @@ class Decoded:
     values, the slab counts as one long chunk: (1, n) values, and positions among all values of the slab.
     """
 
-    index: Tensor | None  # (c, k) int64, ascending
+    index: Tensor | None  # (c, k) int64, each position once
     values: Tensor  # (c, k) float32
     kernels: Kernels = in_torch
 

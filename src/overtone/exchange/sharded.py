@@ -27,7 +27,7 @@ from overtone.errors import NotFiniteError, WireError
 from overtone.exchange.buffers import pack_values
 from overtone.exchange.consensus import Inbox, agree
 from overtone.exchange.dealing import Deal, deal
-from overtone.exchange.letters import LetterCodec, letters_for
+from overtone.exchange.letters import LetterCodec, letters_for, marks
 from overtone.exchange.message import Expected, Header, Kind, Message, seal_message, unseal_message
 from overtone.exchange.pattern import WITH_PAYLOAD, Context, Contribution, Received
 from overtone.rules import State
@@ -253,9 +253,5 @@ def not_passed_on(sent: Decoded, passed: Decoded | None, piece: Slab) -> Decoded
         rest.view(-1)[passed.index.view(-1)] = 0.0
         return replace(sent, values=rest)
     rows = torch.arange(piece.chunks).unsqueeze(1) * piece.area
-    positions = (sent.index + rows).view(-1)
-    if passed.index.numel() == 0:
-        return sent
-    places = torch.searchsorted(passed.index.view(-1), positions).clamp_(max=passed.index.numel() - 1)
-    found = passed.index.view(-1)[places] == positions
-    return replace(sent, values=sent.values.masked_fill(found.view(sent.values.shape), 0.0))
+    found = marks(passed.index, piece)[sent.index + rows]
+    return replace(sent, values=sent.values.masked_fill(found, 0.0))
