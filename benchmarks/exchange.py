@@ -133,8 +133,8 @@ def traffic(replicas: int, name: str, method: overtone.Method) -> Traffic:
         cluster.step()
     counts = [replica.transport.ledger.counts["rounds"] for replica in cluster.replicas]
     size = sum(p.numel() for p in cluster.replicas[0].model.parameters())
-    worst = max(counts, key=lambda count: max(count.sent, count.received))
-    return Traffic(replicas, name, size, worst.sent / 2, worst.received / 2)
+    rounds = [Traffic(replicas, name, size, count.sent / 2, count.received / 2) for count in counts]
+    return max(rounds, key=lambda found: found.most)
 
 
 def all_traffic() -> list[Traffic]:
@@ -226,12 +226,12 @@ def _losses(found: Sequence[Result]) -> list[str]:
     shards = [r for r in found if r.part == "shards"]
     for text in dict.fromkeys(r.text for r in shards):
         limit = fmean(r.sent for r in shards if r.text == text and r.replicas == 4)
-        for replicas in (8, 16):
+        for replicas, keep in KEEP.items():
             rows = [r for r in shards if (r.text, r.replicas) == (text, replicas)]
             gathered, sharded = ([r for r in rows if pick in r.method] for pick in ("gathered", "sharded"))
             losses = " | ".join(f"{fmean(r.loss for r in group):.4f}" for group in (gathered, sharded))
             lines.append(
-                f"| {text} | {replicas}, {KEEP[replicas]} | {losses} | {shown(sharded, gathered)} "
+                f"| {text} | {replicas}, {keep} | {losses} | {shown(sharded, gathered)} "
                 f"| {fmean(r.sent for r in sharded) / 1e6:.2f} | {limit / 1e6:.2f} |"
             )
     lines += ["", "## Loss with a delay, every 10, keep 128, 4 replicas, by outer momentum", ""]
