@@ -427,13 +427,8 @@ def numbers_of(keep: int, bits: int, keep_down: int | None, members: int) -> Num
     bits_down = {1: 1, 2: 1, 4: 16, 8: 16, 16: 16, 32: 32}[bits]
     if keep_down is not None:
         return Numbers(keep, bits, keep_down, bits_down)
-
-    def size(down: int) -> int:
-        return position_cost(4096, keep) + keep * bits + position_cost(4096, down) + 17 * down // 10
-
-    most = down = min(4096, max(512, 2 * keep), members * keep)
-    while members > 16 and down != keep and 16 * (members - 1) * size(down) > 15 * members * size(most):
-        down -= 1
+    most = min(4096, max(512, 2 * keep), members * keep)
+    down = most if members <= 16 else max(keep, most * (members + 16) // (2 * members))
     return Numbers(keep, bits, down, bits_down)
 
 

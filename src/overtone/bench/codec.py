@@ -106,7 +106,24 @@ def run(bench: CodecBench, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _measure_set(shapes: Shapes, bench: CodecBench, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all paths on one set of tensors."""
+    """Measure all paths on one set of tensors.
+
+    A set has a process of its own: how fast a memory copy is depends on the pages that were freed before it.
+    """
+    rows = {}
+    with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (torch.get_num_threads(),)) as pool:
+        for name in _paths(shapes, bench):
+            say(name)
+            rows[name] = pool.apply(_measure_path, (name, shapes, bench))
+    loops = kernels_for(size_of(shapes), CPU)
+    return {"parameters": size_of(shapes), "tensors": len(shapes), "loops": loops.__name__, "paths": rows}  # type: ignore[attr-defined]
+
+
+def _measure_path(name: str, shapes: Shapes, bench: CodecBench) -> dict[str, float]:
+    return measure(_paths(shapes, bench)[name](), shapes, bench.times).row()
+
+
+def _paths(shapes: Shapes, bench: CodecBench) -> dict[str, Callable[[], Ours | Theirs]]:
     loops = kernels_for(size_of(shapes), CPU)
 
     def ours(loops: Kernels = loops, keep: int = bench.keep, bits: int = bench.bits, transform: str = "dct") -> Ours:
@@ -121,11 +138,7 @@ def _measure_set(shapes: Shapes, bench: CodecBench, say: Callable[[str], None]) 
         paths["overtone, torch only"] = lambda: ours(in_torch)
     for name in TRANSFORMS:
         paths[f"reference, {name}"] = lambda name=name: Theirs(shapes, bench.keep, bench.replicas, name)  # type: ignore[misc]
-    rows = {}
-    for name, make in paths.items():
-        say(name)
-        rows[name] = measure(make(), shapes, bench.times).row()
-    return {"parameters": size_of(shapes), "tensors": len(shapes), "loops": loops.__name__, "paths": rows}  # type: ignore[attr-defined]
+    return paths
 
 
 def _small_tensors(bench: CodecBench) -> dict[str, float]:

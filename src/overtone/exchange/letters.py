@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from overtone.codec import FULL_CHUNK, Block, Decoded, TopK, position_bits
+from overtone.codec import FULL_CHUNK, Block, Decoded, TopK
 from overtone.coding.bits import Reader, bytes_tensor, field_bytes, tensor_bytes, unpack_fields
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels
@@ -25,7 +25,7 @@ from overtone.coding.values import MOST_BF16, NO_EXCEPTIONS, Values, open_except
 from overtone.errors import NotFiniteError, WireError
 
 ENOUGH = 512  # coefficients of a letter, of each 64 x 64 chunk: what 8 replicas send with keep 64
-FLAT_FROM = 16  # replicas; with more of them, letters shrink a little, so that a replica's bytes stay the same
+FLAT_FROM = 16  # replicas; with more of them letters shrink, so that a replica's bytes do not grow
 PASSES = 4  # how often values are assigned to layers, and the mean magnitudes of the layers are computed again
 
 
@@ -161,25 +161,13 @@ def letters_for(codec: TopK, keep_down: int | None, members: int) -> LetterCodec
 
 def default_keep_down(codec: TopK, members: int) -> int:
     """How many coefficients of a 64 x 64 chunk a letter has: as many as all messages together, at most 512 (twice as
-    many as a message, if that is more).
-
-    A replica sends and receives (K − 1)/K of a message and of a letter. From 16 replicas on, letters have as much
-    less as this factor grows.
+    many as a message, if that is more). With more than 16 replicas it falls towards half of that.
     """
     keep = codec.keep
     most = min(FULL_CHUNK, max(ENOUGH, 2 * keep), members * keep)
     if members <= FLAT_FROM:
         return most
-
-    def bits(down: int) -> int:
-        message = position_bits(FULL_CHUNK, keep) + keep * codec.bits
-        return message + position_bits(FULL_CHUNK, down) + 17 * down // 10  # as in LetterCodec.bits_of
-
-    # (K − 1)/K · bits(down) <= 15/16 · bits(most), in whole numbers: every replica must find the same.
-    room = (FLAT_FROM - 1) * members * bits(most)
-    while most > keep and FLAT_FROM * (members - 1) * bits(most) > room:
-        most -= 1
-    return most
+    return max(keep, most * (members + FLAT_FROM) // (2 * members))
 
 
 # -- magnitudes ------------------------------------------------------------------------------------------------------
