@@ -1,7 +1,7 @@
 """The sharded exchange and the delay, measured: `make exchange`.
 
 1. Bytes of a round for K = 2 to 64 replicas, on a transformer of 3.2 M parameters: gathered, sharded, DiLoCo's ring.
-2. Loss at K = 8 (keep 64) and 16 (keep 32): sharded against gathered at the same `keep`, two texts, three seeds each.
+2. Loss at K = 8 (keep 64), 16 and 32 (keep 32): sharded against gathered at the same `keep`, two texts, three seeds each.
 3. Loss with a delay of half a round and of a whole one against none, on two texts, three seeds each, with the outer
    momentum that is best without a delay and with a milder one.
 
@@ -39,8 +39,8 @@ SEEDS = (0, 1, 2)
 EVERY = 10
 STUDENT = {2: 12.706, 3: 4.303}  # 95 % quantile of Student's t for so many differences
 
-KEEP = {8: 64, 16: 32}  # by replicas
-LIMIT = "decoupled:keep=128,exchange=gathered"  # at four replicas: the bytes that sharded may cost at 8 and 16
+KEEP = {8: 64, 16: 32, 32: 32}  # by replicas
+LIMIT = "decoupled:keep=128,exchange=gathered"  # at four replicas: the bytes that sharded may cost at 8 and more
 # By delay and outer momentum.
 DELAYS = {
     (delay, momentum): f"decoupled:keep=128,exchange=gathered,momentum={momentum},delay={delay}"

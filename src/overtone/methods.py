@@ -232,7 +232,7 @@ OPTIONS: dict[str, str] = {
     "exchange": "How messages meet: gathered (every replica receives every message), sharded (each replica averages a "
     "part of the model for all; the bytes do not grow with the number of replicas), or auto (the cheaper one).",
     "keep_down": "If sharded: coefficients of each 64 x 64 chunk in the letter with which an owner answers. By default "
-    "keep times the number of replicas, at most 512, a little less with many replicas.",
+    "keep times the number of replicas, at most 512, and less with more than 16 replicas.",
 }
 
 # The rows that reports compare all other rows with.
