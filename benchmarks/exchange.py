@@ -1,7 +1,7 @@
 """The sharded exchange and the delay, measured: `make exchange`.
 
 1. Bytes of a round for K = 2 to 64 replicas, on a transformer of 3.2 M parameters: gathered, sharded, DiLoCo's ring.
-2. Loss at K = 8 (keep 64), 16 and 32 (keep 32): sharded against gathered at the same `keep`, two texts, three seeds each.
+2. Loss at K = 8 (keep 64), 16 and 32 (keep 32): sharded against gathered at the same `keep`, two texts, three seeds.
 3. Loss with a delay of half a round and of a whole one against none, on two texts, three seeds each, with the outer
    momentum that is best without a delay and with a milder one.
 
