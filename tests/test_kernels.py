@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from overtone.codec import BITS, TopK, mean, mean_of_blocks
 from overtone.coding.bits import Reader
 from overtone.coding.kernels import Kernels, in_numba, in_torch
+from overtone.coding.kernels.in_torch import OuterStep
 from overtone.coding.transforms import DCT, HADAMARD, RANDOM, Transform
 from overtone.errors import WireError
 from test_codec import kinds
@@ -63,18 +64,16 @@ def test_positions_are_near_the_entropy(k: int) -> None:
     assert 8 * len(in_torch.pack_positions(index, 4096)) <= 1.05 * 200 * entropy
 
 
-cuts_of_slabs = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 20)), min_size=1, max_size=3)  # (down, across)
-sides_of_chunks = st.sampled_from([(64, 64), (7, 64), (64, 3), (1, 1)])
+any_slab = {
+    "seed": st.integers(0, 10**6),
+    "transform": st.sampled_from([DCT, HADAMARD, RANDOM]),
+    "sides": st.sampled_from([(64, 64), (7, 64), (64, 3), (1, 1)]),
+    "cuts": st.lists(st.tuples(st.integers(1, 3), st.integers(1, 20)), min_size=1, max_size=3),  # (down, across)
+}
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    transform=st.sampled_from([DCT, HADAMARD, RANDOM]),
-    sides=sides_of_chunks,
-    cuts=cuts_of_slabs,
-    keep=st.sampled_from([0.0, 0.9, 1.0]),
-)
+@given(**any_slab, keep=st.sampled_from([0.0, 0.9, 1.0]))
 def test_a_fused_difference_equals_its_parts(
     seed: int, transform: Transform, sides: tuple[int, int], cuts: list[tuple[int, int]], keep: float
 ) -> None:
@@ -118,7 +117,7 @@ def test_outer_steps_are_equal_bit_for_bit(
     for loops in (in_torch, in_numba):
         theta, m, u = anchor.clone(), momentum.clone(), mean.clone()
         e = None if lossless else residual.clone()
-        answer = loops.outer_answer(theta, m if mu else None, e, u, lr=lr, mu=mu, carry=carry)
+        answer = loops.outer_answer(OuterStep(theta, m if mu else None, e, u, lr, mu, carry))
         results.append((theta, m, answer, torch.zeros(1) if e is None else e))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -135,20 +134,14 @@ def test_the_outer_step_is_a_row_of_single_operations() -> None:
     m = rounded(rounded(mu * momentum.double()) + u)
     theta = rounded(anchor.double() - rounded(lr * rounded(u + rounded(mu * m))))
     answer = rounded(theta - rounded(carry * e))
-    found = in_numba.outer_answer(anchor, momentum, residual, mean, lr=0.9, mu=0.8, carry=0.7)
+    found = in_numba.outer_answer(OuterStep(anchor, momentum, residual, mean, lr=0.9, mu=0.8, carry=0.7))
     assert torch.equal(found.double(), answer)
     assert torch.equal(anchor.double(), theta)
     assert torch.equal(momentum.double(), m)
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    transform=st.sampled_from([DCT, HADAMARD, RANDOM]),
-    sides=sides_of_chunks,
-    cuts=cuts_of_slabs,
-    carry=st.sampled_from([0.3, 1.0]),
-)
+@given(**any_slab, carry=st.sampled_from([0.3, 1.0]))
 def test_a_fused_outer_step_equals_its_parts(
     seed: int, transform: Transform, sides: tuple[int, int], cuts: list[tuple[int, int]], carry: float
 ) -> None:
@@ -162,8 +155,8 @@ def test_a_fused_outer_step_equals_its_parts(
         found, expected = ([torch.zeros(down * h + 2, across * w + 3) for down, across in cuts] for _ in range(2))
         fused, apart = ([vector.clone() for vector in vectors] for _ in range(2))
         patches = [matrix[1:-1, 2:-1] for matrix in found]
-        loops.outer_patches(transform, sides, *fused, between, patches, **numbers)
-        answer, first = loops.outer_answer(*apart, **numbers), 0
+        loops.outer_patches(transform, sides, OuterStep(*fused, **numbers), between, patches)
+        answer, first = loops.outer_answer(OuterStep(*apart, **numbers)), 0
         for (down, across), matrix in zip(cuts, expected, strict=True):
             part = answer[first : first + down * across].view(down, across, h, w)
             loops.inverse_patch(transform, part, between, matrix[1:-1, 2:-1])

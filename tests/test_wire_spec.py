@@ -999,13 +999,13 @@ def test_deals_are_those_of_overtone(shapes: list[list[int]]) -> None:
 def test_letters_have_the_default_of_overtone() -> None:
     """`keep_down` for small and large `keep`, among few and many replicas."""
     from overtone.codec import TopK
-    from overtone.exchange.letters import default_keep_down
+    from overtone.exchange.letters import letters_for
 
     for keep in (1, 32, 128, 1000, 4096):
-        for members in (2, 8, 9, 64):
+        for members in (2, 8, 9, 16, 17, 64):
             for bits in (1, 32):
-                expected = default_keep_down(TopK(keep=keep, bits=bits), members)
-                assert numbers_of(keep, bits, None, members).keep_down == expected
+                expected = letters_for(TopK(keep=keep, bits=bits), None, members).top_k
+                assert numbers_of(keep, bits, None, members).keep_down == expected.keep
 
 
 ROUNDS = [

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from overtone.codec import Decoded
 from overtone.coding.kernels import in_torch
+from overtone.coding.kernels.in_torch import OuterStep
 from overtone.coding.layout import SlabSignal, SlabTarget
 from overtone.coding.pages import zeros
 from overtone.errors import MethodError
@@ -182,8 +183,8 @@ class Outer(Rule):
 
     def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:
         momentum = state["momentum"] if self.momentum else None
-        residual, numbers = state.get("residual"), {"lr": self.lr, "mu": self.momentum, "carry": self.carry}
-        target.outer_step(state["anchor"], momentum, residual, mean, **numbers)
+        residual = state.get("residual")
+        target.outer_step(OuterStep(state["anchor"], momentum, residual, mean, self.lr, self.momentum, self.carry))
 
     def place(self, state: State) -> Tensor:
         return in_torch.carried(state["anchor"], state.get("residual"), self.carry)

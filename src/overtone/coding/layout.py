@@ -11,6 +11,7 @@ from torch import Tensor
 
 from overtone.coding.chunks import Patch, Slab, matrix_shape, slabs_of
 from overtone.coding.kernels import Kernels, in_torch
+from overtone.coding.kernels.in_torch import OuterStep
 from overtone.coding.pages import in_large_pages, zeros
 from overtone.coding.transforms import Transform
 
@@ -206,27 +207,16 @@ class SlabTarget:
                 parts = place.transpose(2, 3).reshape(len(bundle), *rectangles[0].shape).unbind(0)
             torch._foreach_copy_(rectangles, list(parts))  # one call for many small tensors
 
-    def outer_step(
-        self,
-        anchor: Tensor,
-        momentum: Tensor | None,
-        residual: Tensor | None,
-        mean: Tensor,
-        *,
-        lr: float,
-        mu: float,
-        carry: float,
-    ) -> None:
+    def outer_step(self, step: OuterStep) -> None:
         """Step the anchor, and write the next weights. Where it can be, both are done while values are in the cache."""
-        transform, numbers = self.layout.transform, {"lr": lr, "mu": mu, "carry": carry}
-        usual = carry != 0.0 and self._is_direct(mean)
-        if not usual or transform is None or momentum is None or residual is None:
-            self.write(self.kernels.outer_answer(anchor, momentum, residual, mean, **numbers))
+        slab, transform = self.slab, self.layout.transform
+        carries = step.momentum is not None and step.residual is not None and step.carry != 0.0
+        if transform is None or not carries or not self._is_direct(step.mean):
+            self.write(self.kernels.outer_answer(step))
             return
-        between = self.layout.scratch(self.slab, 0, mean.device)
-        patches = [_rectangles(self.matrices, self.slab, bundle)[0] for bundle in self.slab.bundles]
-        shape = (self.slab.h, self.slab.w)
-        self.kernels.outer_patches(transform, shape, anchor, momentum, residual, mean, between, patches, **numbers)
+        between = self.layout.scratch(slab, 0, step.mean.device)
+        patches = [_rectangles(self.matrices, slab, bundle)[0] for bundle in slab.bundles]
+        self.kernels.outer_patches(transform, (slab.h, slab.w), step, between, patches)
 
     def _is_direct(self, coeffs: Tensor) -> bool:
         return all(_is_direct(self.slab, bundle, coeffs, self.matrices) for bundle in self.slab.bundles)

@@ -156,14 +156,13 @@ def letters_for(codec: TopK, keep_down: int | None, members: int) -> LetterCodec
     """The codec of the owners' letters among so many replicas."""
     # Letters have layers of one bit, or values that are as exact as those of messages.
     bits = {1: 1, 2: 1, 32: 32}.get(codec.bits, 16)
-    return LetterCodec(replace(codec, keep=keep_down or default_keep_down(codec, members), bits=bits))
+    return LetterCodec(replace(codec, keep=keep_down or default_keep_down(codec.keep, members), bits=bits))
 
 
-def default_keep_down(codec: TopK, members: int) -> int:
+def default_keep_down(keep: int, members: int) -> int:
     """How many coefficients of a 64 x 64 chunk a letter has: as many as all messages together, at most 512 (twice as
     many as a message, if that is more). With more than 16 replicas it falls towards half of that.
     """
-    keep = codec.keep
     most = min(FULL_CHUNK, max(ENOUGH, 2 * keep), members * keep)
     if members <= FLAT_FROM:
         return most

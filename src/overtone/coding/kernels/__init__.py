@@ -18,6 +18,7 @@ from torch import Tensor
 
 from overtone.coding.bits import Reader
 from overtone.coding.kernels import in_torch
+from overtone.coding.kernels.in_torch import OuterStep
 from overtone.coding.transforms import Transform
 from overtone.errors import MethodError
 
@@ -89,17 +90,7 @@ class Kernels(Protocol):
         """The values of coefficients, directly in a matrix."""
         ...
 
-    def outer_answer(
-        self,
-        anchor: Tensor,
-        momentum: Tensor | None,
-        residual: Tensor | None,
-        mean: Tensor,
-        *,
-        lr: float,
-        mu: float,
-        carry: float,
-    ) -> Tensor:
+    def outer_answer(self, step: OuterStep) -> Tensor:
         """Step the anchor, and return the coefficients of the next weights."""
         ...
 
@@ -107,16 +98,9 @@ class Kernels(Protocol):
         self,
         transform: Transform,
         shape: tuple[int, int],
-        anchor: Tensor,
-        momentum: Tensor,
-        residual: Tensor,
-        mean: Tensor,
+        step: OuterStep,
         between: Tensor,
         patches: Sequence[Tensor],
-        *,
-        lr: float,
-        mu: float,
-        carry: float,
     ) -> None:
         """Step the anchor, and write the next weights directly into parts of matrices."""
         ...

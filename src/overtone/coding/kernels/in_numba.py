@@ -15,7 +15,7 @@ from torch import Tensor
 
 from overtone.coding.bits import Reader, beyond, field_bytes, miscounted, open_positions, widths
 from overtone.coding.kernels import in_torch, numba_codec, numba_fused, numba_select, numba_sums, numba_transforms
-from overtone.coding.kernels.in_torch import SparseGrid, largest_step
+from overtone.coding.kernels.in_torch import OuterStep, SparseGrid, largest_step
 from overtone.coding.transforms import DCT, HADAMARD, Transform, hadamard_gain
 
 SIDE = numba_transforms.SIDE
@@ -203,49 +203,32 @@ def _span(rows: Tensor) -> tuple[Any, int]:
 # -- the outer step ------------------------------------------------------------------------------------------------
 
 
-def outer_answer(
-    anchor: Tensor,
-    momentum: Tensor | None,
-    residual: Tensor | None,
-    mean: Tensor,
-    *,
-    lr: float,
-    mu: float,
-    carry: float,
-) -> Tensor:
+def outer_answer(step: OuterStep) -> Tensor:
     """See `in_torch.outer_answer`."""
-    if momentum is None:
-        return in_torch.outer_answer(anchor, momentum, residual, mean, lr=lr, mu=mu, carry=carry)
-    numbers = np.float32(lr), np.float32(mu), np.float32(carry)
-    if residual is None or carry == 0.0:
-        numba_sums.nesterov(_flat(anchor), _flat(momentum), _flat(mean), numbers)
-        return anchor
-    numba_sums.nesterov_carried(_flat(anchor), _flat(momentum), _flat(mean), _flat(residual), numbers)
-    return mean
+    if step.momentum is None:
+        return in_torch.outer_answer(step)
+    anchor, momentum, mean = _flat(step.anchor), _flat(step.momentum), _flat(step.mean)
+    if step.residual is None or step.carry == 0.0:
+        numba_sums.nesterov(anchor, momentum, mean, _numbers(step))
+        return step.anchor
+    numba_sums.nesterov_carried(anchor, momentum, mean, _flat(step.residual), _numbers(step))
+    return step.mean
 
 
 def outer_patches(
-    transform: Transform,
-    shape: tuple[int, int],
-    anchor: Tensor,
-    momentum: Tensor,
-    residual: Tensor,
-    mean: Tensor,
-    between: Tensor,
-    patches: Sequence[Tensor],
-    *,
-    lr: float,
-    mu: float,
-    carry: float,
+    transform: Transform, shape: tuple[int, int], step: OuterStep, between: Tensor, patches: Sequence[Tensor]
 ) -> None:
     """See `in_torch.outer_patches`."""
-    if transform not in _COMPILED or shape != (SIDE, SIDE):
-        numbers = {"lr": lr, "mu": mu, "carry": carry}
-        in_torch.outer_patches(transform, shape, anchor, momentum, residual, mean, between, patches, **numbers)
+    if transform not in _COMPILED or shape != (SIDE, SIDE) or step.momentum is None or step.residual is None:
+        in_torch.outer_patches(transform, shape, step, between, patches)
         return
     _, kind, gain = _COMPILED[transform]
-    state = _flat(anchor), _flat(momentum), _flat(residual), _flat(mean)
-    steps, scratch, first = (np.float32(lr), np.float32(mu), np.float32(carry)), _scratch(), 0
+    state = _flat(step.anchor), _flat(step.momentum), _flat(step.residual), _flat(step.mean)
+    numbers, scratch, first = _numbers(step), _scratch(), 0
     for patch in patches:
-        numba_fused.outer_patch(kind, state, first, steps, scratch, *_span(patch), patch.shape[1], np.float32(gain))
+        numba_fused.outer_patch(kind, state, first, numbers, scratch, *_span(patch), patch.shape[1], np.float32(gain))
         first += patch.numel()
+
+
+def _numbers(step: OuterStep) -> tuple[Any, Any, Any]:
+    return np.float32(step.lr), np.float32(step.mu), np.float32(step.carry)

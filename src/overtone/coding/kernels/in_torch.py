@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from overtone.coding.bits import (
 from overtone.coding.transforms import Transform, full_precision
 
 __all__ = [
+    "OuterStep",
     "add",
     "add_share",
     "difference_forward",
@@ -235,39 +237,30 @@ def carried(anchor: Tensor, residual: Tensor | None, carry: float) -> Tensor:
     return anchor.sub(residual.mul(carry))
 
 
-def outer_answer(
-    anchor: Tensor,
-    momentum: Tensor | None,
-    residual: Tensor | None,
-    mean: Tensor,
-    *,
-    lr: float,
-    mu: float,
-    carry: float,
-) -> Tensor:
-    """`outer_step`, then `carried`. The answer may lie in the memory of ``mean``, whose values are lost then."""
-    outer_step(anchor, momentum, mean, lr=lr, mu=mu)
-    return carried(anchor, residual, carry)
+class OuterStep(NamedTuple):
+    """What an outer step changes and what it reads: state and mean of a slab, (c, a) each, and the rule's numbers."""
+
+    anchor: Tensor
+    momentum: Tensor | None
+    residual: Tensor | None
+    mean: Tensor
+    lr: float
+    mu: float
+    carry: float
+
+
+def outer_answer(step: OuterStep) -> Tensor:
+    """`outer_step`, then `carried`. The answer may lie in the memory of the mean, whose values are lost then."""
+    outer_step(step.anchor, step.momentum, step.mean, lr=step.lr, mu=step.mu)
+    return carried(step.anchor, step.residual, step.carry)
 
 
 def outer_patches(
-    transform: Transform,
-    shape: tuple[int, int],
-    anchor: Tensor,
-    momentum: Tensor,
-    residual: Tensor,
-    mean: Tensor,
-    between: Tensor,
-    patches: Sequence[Tensor],
-    *,
-    lr: float,
-    mu: float,
-    carry: float,
+    transform: Transform, shape: tuple[int, int], step: OuterStep, between: Tensor, patches: Sequence[Tensor]
 ) -> None:
     """`outer_answer`, then `inverse_patch` of the answer: its chunks of this shape fill the patches in their order."""
-    answer = outer_answer(anchor, momentum, residual, mean, lr=lr, mu=mu, carry=carry)
     h, w = shape
-    parts = answer.split([patch.numel() // (h * w) for patch in patches])
+    parts = outer_answer(step).split([patch.numel() // (h * w) for patch in patches])
     for part, patch in zip(parts, patches, strict=True):
         inverse_patch(transform, part.view(-1, patch.shape[1] // w, h, w), between, patch)
 
