@@ -17,7 +17,7 @@ from overtone.errors import MethodError, ModelError, StateError
 from overtone.exchange import flight, state
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.closing import closing
-from overtone.exchange.description import compare_saved, describe, schema_of
+from overtone.exchange.description import describe, schema_of
 from overtone.exchange.handshake import Handshake
 from overtone.exchange.inner_step import Closure, InnerStep
 from overtone.exchange.message import MOST_REPLICAS, Seal
@@ -329,19 +329,14 @@ class Replica:
         """Continue from a `state_dict`. If it is of another model or method, the error names the difference."""
         self._refuse_at_anchor("load_state_dict", "load")
         self._refuse_changes("load_state_dict")
-        exchanger, message = self.exchanger, saved.get("flight")
-        if message is not None:  # first: what does not match in it follows from another model or method
-            compare_saved(saved.get("about", {}), self.description)
-        if message is not None and flight.is_foreign(message, exchanger):
-            saved, message = flight.take_back(saved, exchanger), None
-        if message is not None:
-            flight.check(message, exchanger)
+        exchanger = self.exchanger
+        saved = flight.checked(saved, exchanger, self.description)
         self.settle()  # an exchange that goes on reads what is changed now
         state.restore(self.state, saved, self.description, exchanger.signal, self.buffers, self.transport.ledger)
         # Only now: a state that does not fit must leave everything as it was, a round in flight too.
         exchanger.in_flight = self._flight = None
-        if message is not None:
-            self._launch(flight.restore(message, exchanger, self._inner_step))
+        if saved.get("flight") is not None:
+            self._launch(flight.restore(saved["flight"], exchanger, self._inner_step))
 
     def share(self) -> Shared:
         """The state that a newcomer takes over from this replica."""

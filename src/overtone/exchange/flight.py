@@ -20,6 +20,7 @@ from torch import Tensor
 from overtone.codec import Block
 from overtone.coding.bits import Reader, bytes_tensor, tensor_bytes
 from overtone.errors import StateError, shortened
+from overtone.exchange.description import Description, compare_saved
 from overtone.exchange.inner_step import InnerStep
 from overtone.exchange.message import MOST_REPLICAS, Header, Kind
 from overtone.exchange.pattern import Contribution
@@ -68,13 +69,22 @@ def restore(saved: Mapping[str, Any], exchanger: Exchanger, inner_step: InnerSte
     return exchanger.resume(pending)
 
 
-def is_foreign(saved: Mapping[str, Any], exchanger: Exchanger) -> bool:
-    """True if the round was in flight in another world: another pattern, or another number of replicas."""
-    return (saved.get("pattern"), saved.get("members")) != (exchanger.pattern.name, len(exchanger.transport.peers))
+def checked(saved: Mapping[str, Any], exchanger: Exchanger, description: Description) -> Mapping[str, Any]:
+    """A saved state whose round in flight, if it has one, can be restored here. Nothing has changed yet.
+
+    The round is taken back if it was in flight in another world: another pattern, or another number of replicas.
+    """
+    if saved.get("flight") is None:
+        return saved
+    compare_saved(saved.get("about", {}), description)  # first: other mismatches follow from another model or method
+    there = saved["flight"].get("pattern"), saved["flight"].get("members")
+    if there != (exchanger.pattern.name, len(exchanger.transport.peers)):
+        return take_back(saved, exchanger)
+    _refuse_damaged(saved["flight"], exchanger)
+    return saved
 
 
-def check(saved: Mapping[str, Any], exchanger: Exchanger) -> None:
-    """Refuse a round in flight that is damaged, before anything changes."""
+def _refuse_damaged(saved: Mapping[str, Any], exchanger: Exchanger) -> None:
     try:
         _check(saved, exchanger)
     except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -113,7 +123,7 @@ def _check(saved: Mapping[str, Any], exchanger: Exchanger) -> None:
 def take_back(saved: Mapping[str, Any], exchanger: Exchanger) -> dict[str, Any]:
     """A saved state whose round in flight was taken back: its message is owed again."""
     flight = saved["flight"]
-    check(flight, exchanger)
+    _refuse_damaged(flight, exchanger)
     rest = {name: value for name, value in saved.items() if name != "flight"}
     try:
         tensors = {name: tensor.clone() for name, tensor in saved["state"].items()}
