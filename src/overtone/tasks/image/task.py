@@ -54,6 +54,7 @@ class ResNetSize:
 
 PRESETS = {
     "resnet-tiny": ResNetSize(16, (16, 32, 64), (1, 1, 1), "basic"),
+    "resnet-mini": ResNetSize(16, (16, 64, 128), (1, 2, 2), "basic"),
     "resnet-18": ResNetSize(64, (64, 128, 256, 512), (2, 2, 2, 2), "basic"),
     "resnet-34": ResNetSize(64, (64, 128, 256, 512), (3, 4, 6, 3), "basic"),
     "resnet-50": ResNetSize(64, (256, 512, 1024, 2048), (3, 4, 6, 3), "bottleneck"),
