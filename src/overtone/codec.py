@@ -172,8 +172,8 @@ class TopK:
     """Sends the ``keep`` strongest coefficients of each chunk, at ``bits`` bits each, with one scale per chunk.
 
     ``keep`` is the number for a chunk of 64 × 64. Smaller and larger chunks keep in proportion to their area, and at
-    least one. Tensors of one axis and tensors of fewer than ``plain_below`` values are sent whole, in bf16 (fp32 if
-    ``bits`` is 32): compressing them would save few bytes and would harm training.
+    least one. Tensors of one axis and tensors of fewer than ``plain_below`` values are *plain*: they are not
+    transformed, and every value is sent, at ``plain_bits`` bits (at ``bits``, if that is more).
     """
 
     keep: int = 128
@@ -181,11 +181,12 @@ class TopK:
     chunk: int = 64
     transform: str = "dct"
     plain_below: int = 1024
+    plain_bits: int = 16
 
     payload = Payload.BYTES
 
     def __post_init__(self) -> None:
-        for name in ("keep", "bits", "chunk", "plain_below"):
+        for name in ("keep", "bits", "chunk", "plain_below", "plain_bits"):
             # Not `isinstance`: it would accept True and False.
             if type(getattr(self, name)) is not int:
                 raise MethodError(f"{name}={getattr(self, name)!r}: a whole number")
@@ -193,8 +194,9 @@ class TopK:
             raise MethodError(f"chunk={self.chunk}: the side of a chunk, from 1 to {MOST_CHUNK}; 64 is the default")
         if not 1 <= self.keep <= FULL_CHUNK:
             raise MethodError(f"keep={self.keep}: coefficients kept of each {FULL_CHUNK}; use 1 to {FULL_CHUNK}")
-        if self.bits not in BITS:
-            raise MethodError(f"bits={self.bits}: a value travels in {', '.join(map(str, BITS))} bits")
+        for name in ("bits", "plain_bits"):
+            if getattr(self, name) not in BITS:
+                raise MethodError(f"{name}={getattr(self, name)}: a value travels in {', '.join(map(str, BITS))} bits")
         if not isinstance(self.transform, str) or self.transform not in TRANSFORMS:
             raise MethodError(f"transform={self.transform!r}: choose one of {', '.join(TRANSFORMS)}")
         if self.plain_below < 0:
@@ -207,7 +209,7 @@ class TopK:
     @property
     def whole(self) -> TopK:
         """The same chunks with every coefficient kept at one bit. `finish` drains the residuals with it."""
-        return replace(self, keep=FULL_CHUNK, bits=1)
+        return replace(self, keep=FULL_CHUNK, bits=1, plain_bits=max(16, self.plain_bits))
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
         transform = TRANSFORMS[self.transform]
@@ -216,7 +218,8 @@ class TopK:
     def describe(self) -> str:
         return (
             f"The strongest coefficients of each chunk travel at {self.bits} bit{'s' if self.bits > 1 else ''}; "
-            f"tensors of one axis and those of fewer than {self.plain_below} values travel densely. Sizes are the "
+            f"tensors of one axis and those of fewer than {self.plain_below} values travel densely, at "
+            f"{max(self.bits, self.plain_bits)} bits. Sizes are the "
             "least possible: real messages are within 6 % of them if at most half is kept, and outliers add to them."
         )
 
@@ -227,8 +230,8 @@ class TopK:
         return min(slab.area, max(1, round(self.keep * slab.area / FULL_CHUNK)))
 
     def width(self, slab: Slab) -> int:
-        """The number of bits of each value that is sent. Plain slabs have 16 at least."""
-        return max(self.bits, 16) if slab.plain else self.bits
+        """The number of bits of each value that is sent."""
+        return max(self.bits, self.plain_bits) if slab.plain else self.bits
 
     def bits_of(self, slab: Slab) -> int:
         """log2 C(a, k) for the positions of each chunk, k · bits for its values, 16 for its scale.

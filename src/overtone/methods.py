@@ -18,6 +18,7 @@ from overtone.rules import DeMo, Mean, Outer, Published, Rule
 
 MOST_EVERY = 10**12
 EXCHANGES = ("auto", "gathered", "sharded")
+UNSAID = (("plain_bits", 16),)  # numbers of a codec that earlier versions did not have, with what they then were
 MOST_DRAIN = 1024  # each draining message is dense; twelve of them remove most of the residuals
 
 
@@ -116,7 +117,7 @@ class Method:
             "rule": type(self.rule).__name__,
             **_fields(self.rule),
             "codec": type(self.codec).__name__,
-            **_fields(self.codec),
+            **{name: value for name, value in _fields(self.codec).items() if (name, value) not in UNSAID},
             "drain": self.drain,
             # Only where they say something: earlier versions had none of them.
             **({"delay": self.delay} if self.delay else {}),
@@ -192,6 +193,7 @@ def decoupled(
     release: float = 1.0,
     transform: str = "dct",
     chunk: int = 64,
+    plain_bits: int = 16,
     drain: int = 2,
     delay: int = 0,
     exchange: str = "auto",
@@ -204,7 +206,7 @@ def decoupled(
     if momentum is None:
         momentum = 0.7 if delay else 0.8  # benchmarks/exchange.py
     rule = Outer(lr=lr, momentum=momentum, decay=decay, carry=carry, release=release)
-    codec = TopK(keep=keep, bits=bits, transform=transform, chunk=chunk)
+    codec = TopK(keep=keep, bits=bits, transform=transform, chunk=chunk, plain_bits=plain_bits)
     return Method("decoupled", Drift, every, rule, codec, drain, delay, exchange, keep_down)
 
 
@@ -226,6 +228,7 @@ OPTIONS: dict[str, str] = {
     "transform": "Transform of each chunk before the strongest coefficients are chosen: dct, hadamard (sums only: the "
     "same bits on every machine), random (a fixed rotation) or none.",
     "chunk": "Side of the square chunks into which tensors are cut for the transform.",
+    "plain_bits": "Bits of each value that is not transformed: norms, biases, small tensors. They all travel.",
     "drain": "Dense one-bit messages at the end of the run, which empty the residuals into the anchor.",
     "delay": "Local steps from the start of a round until its answer is absorbed; messages travel meanwhile. 0: the "
     "replica waits for the answer. At most `every`.",

@@ -28,6 +28,9 @@ from overtone.runs.optimizers import INNER_STATES
 from overtone.tasks import TaskOptions, load_task
 
 
+PLAIN = {16: "bf16", 32: "fp32"}  # by the bits of a plain value
+
+
 @dataclass(frozen=True)
 class Plan:
     """Print how each tensor of a model travels, and the bytes of a round."""
@@ -117,9 +120,9 @@ def how(method: Method, shape: tuple[int, ...]) -> tuple[str, float]:
     codec = method.codec
     slabs = codec.layout([shape]).slabs
     if all(slab.plain for slab in slabs):
-        widths = {codec.width(slab) for slab in slabs}
+        (width,) = {codec.width(slab) for slab in slabs}
         size = sum(codec.width(slab) * slab.size for slab in slabs) / 8
-        return f"densely, {'bf16' if widths == {16} else 'fp32'}", size
+        return f"densely, {PLAIN.get(width, f'{width} bits')}", size
     chunks: dict[tuple[int, int], int] = {}
     for slab in slabs:
         chunks[slab.h, slab.w] = chunks.get((slab.h, slab.w), 0) + slab.chunks
