@@ -32,6 +32,9 @@ METHODS = {
     "diloco, delayed": overtone.diloco(every=EVERY, delay=1),
     "decoupled_hadamard": small(partial(overtone.decoupled, transform="hadamard")),
     "published, delayed": overtone.published(**SMALL, delay=EVERY),
+    "decoupled, thin": overtone.decoupled(every=EVERY, preset="thin", exchange="gathered"),
+    "decoupled, budget": overtone.decoupled(every=EVERY, budget="10kB", exchange="gathered"),
+    "decoupled, sharded, budget, delayed": overtone.decoupled(every=EVERY, budget="10kB", exchange="sharded", delay=2),
 }
 SPEAKING = {name: method for name, method in METHODS.items() if method.every is not None}
 CONSENSUS = {name: method for name, method in METHODS.items() if method.consensus}

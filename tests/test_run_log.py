@@ -31,15 +31,15 @@ EVALUATION = "metrics losses? drift? metrics_average?"
 BEGINNING = (
     "format folder simulated method numbers consensus parameters steps unit units_per_step data config environment"
 )
-# Every event of format 2 with all its fields; a question mark: optional. A change needs a new number in events.FORMAT,
+# Every event of format 3 with all its fields; a question mark: optional. A change needs a new number in events.FORMAT,
 # a way to read the old number in runs/log.py, and then a change here.
-FROZEN_FORMAT = 2
+FROZEN_FORMAT = 3
 FROZEN = {
     "start": f"{STAMP} {BEGINNING}",
     "resume": f"{STAMP} {BEGINNING} from_replicas folded",
     "train": f"{STAMP} {COST} rounds loss lr units_per_second seconds_left waiting_share",
     "round": f"{STAMP} index local_steps bytes_sent bytes_received seconds_encoding seconds_waiting seconds_hidden "
-    "seconds_decoding drift_norm residual_norm anchor_fingerprint left_out",
+    "seconds_decoding drift_norm residual_norm anchor_fingerprint left_out keep control",
     "eval": f"{STAMP} {EVALUATION} {COST} rounds",
     "checkpoint": f"{STAMP} seconds",
     "saved": STAMP,
@@ -215,7 +215,7 @@ def test_a_log_that_was_cut_reads_as_if_it_had_not_been(tmp_path: Path) -> None:
         log.read(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("number", [3, -1, "1", True, None, 1.0, [1]])
+@pytest.mark.parametrize("number", [4, -1, "1", True, None, 1.0, [1]])
 def test_a_format_that_nobody_knows_is_refused_in_words(number: Any, tmp_path: Path) -> None:
     """In the middle of a log too: a later version may have gone on with it."""
     for lines in ([opening(format=number)], [opening(), saved(3), opening("resume", 3, format=number)]):
@@ -225,7 +225,9 @@ def test_a_format_that_nobody_knows_is_refused_in_words(number: Any, tmp_path: P
                 read(run)
             words = str(refused.value)
             assert f"run.jsonl: line {len(lines)}: run log of format {number!r}; overtone " in words
-            assert "reads formats 0, 1 and 2. Use the version of overtone that wrote it, or make the run again" in words
+            assert (
+                "reads formats 0, 1, 2 and 3. Use the version of overtone that wrote it, or make the run again" in words
+            )
 
 
 def test_a_run_whose_log_has_another_format_is_not_resumed(text: str, tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ def test_a_run_whose_log_has_another_format_is_not_resumed(text: str, tmp_path: 
     open_run(real, overtone.Solo(), resume=False).run()
     assert real.out is not None
     file = real.out / log.NAME
-    file.write_text(file.read_text().replace('"format": 2', '"format": 7'))
+    file.write_text(file.read_text().replace('"format": 3', '"format": 7'))
     before = file.read_bytes()
     with pytest.raises(RunLogError, match="run log of format 7"):
         open_run(real, overtone.Solo(), resume=True)

@@ -27,8 +27,9 @@ This page lists every event and every field of **format {events.FORMAT}**. It is
 
 - The first line of each session, "start" or "resume", carries the number of the format. overtone refuses a log of a
   format that it does not know, and names the file, the line and the formats that it reads.
-- Logs without a number are of format 0: overtone 0.1.0 wrote them. They and logs of format 1 are read too. A number
-  that they lack reads as NaN (not known). They are of runs without a delay, so no seconds of an exchange were hidden.
+- Logs without a number are of format 0: overtone 0.1.0 wrote them. They and logs of formats 1 and 2 are read
+  too. A number that they lack reads as NaN (not known). Logs before format 2 are of runs without a delay, so no seconds
+  of an exchange were hidden.
 - A field is always there, unless the table says *optional*; then its text says why. An event without a field that it
   must have is refused.
 - A line that is not JSON, or has no event and step, is damaged: it is left out, with a warning that names file and

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Protocol
 
 import torch
@@ -240,6 +241,20 @@ class TopK:
         """
         k, width = self.kept(slab), self.width(slab)
         return slab.chunks * (position_bits(slab.area, k) + k * width + (16 if width < 16 else 0))
+
+    def energy_share(self) -> float:
+        """The share of a residual's energy that one message takes, if the coefficients are Gaussian.
+
+        A transform that mixes makes them so: docs/frontier.md. Of the strongest p = keep / 4096 it takes the whole
+        energy, and at one bit the square of their mean magnitude only.
+        """
+        p, bell = self.keep / FULL_CHUNK, NormalDist()
+        if p == 1.0:
+            return 2 / math.pi if self.bits == 1 else 1.0
+        least = -bell.inv_cdf(p / 2)  # a fraction p lies beyond ± this
+        if self.bits == 1:
+            return (2 * bell.pdf(least)) ** 2 / p
+        return p + 2 * least * bell.pdf(least)
 
     def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:
         k, width = self.kept(slab), self.width(slab)

@@ -122,3 +122,5 @@ class Round:
     anchor_fingerprint: str
     left_out: tuple[int, ...] = ()  # ranks whose message was refused, if the policy is to go on without them
     seconds_hidden: float = 0.0  # of the exchange, in which the replica went on training
+    keep: int | None = None  # the `keep` of this round, if a controller chose it
+    control: str = ""  # why the next round has another one

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from overtone.codec import FULL_CHUNK, Codec, Dense, TopK
 from overtone.errors import MethodError
+from overtone.exchange.control import Budget
 from overtone.exchange.signals import Drift, Gradient, Signal, Silence
 from overtone.rules import DeMo, Mean, Outer, Published, Rule
 
@@ -35,6 +36,7 @@ class Method:
     delay: int = 0  # local steps from the start of a round until its answer is absorbed
     exchange: str = "gathered"  # how messages meet: "gathered", "sharded", or "auto", the cheaper one
     keep_down: int | None = None  # if sharded: `keep` of the owners' letters; None: exchange/choice.py chooses it
+    budget: Budget | None = None  # a controller sets `keep` for each round, within these bytes (exchange/control.py)
 
     def __post_init__(self) -> None:
         # `type(...) is int`, not `isinstance`: True and False are refused.
@@ -54,6 +56,11 @@ class Method:
 
         self._check_delay()
         self._check_exchange()
+        if self.budget is not None and not self.may_shard:
+            raise MethodError(
+                f"budget={self.budget}: {self.name} has no `keep` to control; only the Outer rule on the drift, with a "
+                "TopK codec, has"
+            )
 
     def _check_delay(self) -> None:
         most = 0 if self.every is None or not self.signal.keeps_start else self.every
@@ -106,10 +113,16 @@ class Method:
         assert codec is not None, "checked when the method was built"
         # Letters of the last messages have every coefficient too.
         keep_down = None if self.exchange == "gathered" else FULL_CHUNK
-        return replace(self, rule=rule, codec=codec, keep_down=keep_down)
+        return replace(self, rule=rule, codec=codec, keep_down=keep_down, budget=None)
+
+    def with_keep(self, keep: int) -> Method:
+        """The same row with another `keep`."""
+        assert isinstance(self.codec, TopK), "only this codec keeps some coefficients"
+        return replace(self, codec=replace(self.codec, keep=keep))
 
     def numbers(self) -> dict[str, object]:
         """All settings that must be equal on all replicas, as a flat table of printable values."""
+        controlled = () if self.budget is None else ("keep",)
         return {
             "method": self.name,
             "signal": self.signal.__name__.lower(),
@@ -117,10 +130,15 @@ class Method:
             "rule": type(self.rule).__name__,
             **_fields(self.rule),
             "codec": type(self.codec).__name__,
-            **{name: value for name, value in _fields(self.codec).items() if (name, value) not in UNSAID},
+            **{
+                name: value
+                for name, value in _fields(self.codec).items()
+                if (name, value) not in UNSAID and name not in controlled
+            },
             "drain": self.drain,
             # Only where they say something: earlier versions had none of them.
             **({"delay": self.delay} if self.delay else {}),
+            **({"budget": str(self.budget)} if self.budget else {}),
             **({"exchange": self.exchange, "keep_down": self.keep_down} if self.exchange != "gathered" else {}),
         }
 
@@ -181,10 +199,30 @@ def published(
     return Method("published", Drift, every, Published(lr=lr, decay=decay), TopK(keep=keep, bits=bits), delay=delay)
 
 
+@dataclass(frozen=True)
+class Preset:
+    """How thin the messages of `decoupled` are, and the numbers that go with it. benchmarks/frontier chose them."""
+
+    keep: int
+    chunk: int
+    plain_bits: int
+
+
+PRESETS = {
+    "near": Preset(keep=128, chunk=64, plain_bits=16),
+    "balanced": Preset(keep=128, chunk=64, plain_bits=16),
+    "thin": Preset(keep=16, chunk=128, plain_bits=4),
+    "thinnest": Preset(keep=8, chunk=128, plain_bits=4),
+}
+DEFAULT_PRESET = "balanced"
+
+
 def decoupled(
     *,
     every: int = 64,
-    keep: int = 128,
+    preset: str = DEFAULT_PRESET,
+    budget: str | int | None = None,
+    keep: int | None = None,
     bits: int = 1,
     lr: float = 0.9,
     momentum: float | None = None,
@@ -192,8 +230,8 @@ def decoupled(
     carry: float = 1.0,
     release: float = 1.0,
     transform: str = "dct",
-    chunk: int = 64,
-    plain_bits: int = 16,
+    chunk: int | None = None,
+    plain_bits: int | None = None,
     drain: int = 2,
     delay: int = 0,
     exchange: str = "auto",
@@ -201,13 +239,22 @@ def decoupled(
 ) -> Method:
     """The default: replicas send the strongest coefficients of the residual and carry the rest in their own weights.
 
-    ``momentum`` defaults to 0.8, and to 0.7 with a delay: what comes late is better amplified less.
+    The preset gives ``keep``, ``chunk`` and ``plain_bits`` if they are not given. With a ``budget``, a controller sets
+    ``keep`` for each round. ``momentum`` defaults to 0.8, and to 0.7 with a delay: what comes late is better amplified
+    less.
     """
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise MethodError(f"preset={preset!r}: unknown; there are {', '.join(PRESETS)}")
+    if keep is not None and budget is not None:
+        raise MethodError(f"keep={keep!r}: the budget of {budget} sets it for each round; give one of them")
     if momentum is None:
         momentum = 0.7 if delay else 0.8  # benchmarks/exchange.py
     rule = Outer(lr=lr, momentum=momentum, decay=decay, carry=carry, release=release)
-    codec = TopK(keep=keep, bits=bits, transform=transform, chunk=chunk, plain_bits=plain_bits)
-    return Method("decoupled", Drift, every, rule, codec, drain, delay, exchange, keep_down)
+    given = {"keep": keep, "chunk": chunk, "plain_bits": plain_bits}
+    numbers = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
+    codec = TopK(numbers.keep, bits, numbers.chunk, transform, plain_bits=numbers.plain_bits)
+    limit = None if budget is None else Budget.parse(budget)
+    return Method("decoupled", Drift, every, rule, codec, drain, delay, exchange, keep_down, limit)
 
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -218,6 +265,9 @@ METHODS: dict[str, Callable[..., Method]] = {
 # and from the signatures above. tests/test_config.py checks that no option is missing.
 OPTIONS: dict[str, str] = {
     "every": "Local steps between two rounds (papers: H).",
+    "preset": f"How thin messages are: {', '.join(PRESETS)}. It gives `keep`, `chunk` and `plain_bits`.",
+    "budget": "Bytes that a replica may send in a round, on average, such as 200kB; or a share of a link, such as "
+    "'10% of 50Mbit/s'. A controller then sets `keep` for each round.",
     "keep": "Coefficients sent of each 64 x 64 chunk; smaller and larger chunks send in proportion to their area.",
     "bits": "Bits of each coefficient sent: 1, 2, 4, 8, 16 or 32.",
     "lr": "Learning rate of the outer step; the inner optimizer has one of its own.",

@@ -276,7 +276,8 @@ class Replica:
         # So with "leave out", even a lossless codec counts as lossy here.
         lossless = method.codec.lossless and exchanger.pattern.passes_all_on and self._refused == "raise"
         tensors = method.rule.begin(weights, lossless=lossless)
-        exchanger.state = ExchangeState(run, tensors, exchanger.pattern.state)
+        control = None if exchanger.controller is None else exchanger.controller.begin()
+        exchanger.state = ExchangeState(run, tensors, exchanger.pattern.state, control=control)
         yield from handshake.confirm(everything, exchanger.anchor_tensors(), consensus=method.consensus)
 
     def rounding(self, method: Method | None = None) -> Exchange[Round]:

@@ -23,10 +23,10 @@ from overtone.exchange.choice import Cost, cost_of
 from overtone.exchange.message import HEADER_BYTES, Seal
 from overtone.ledger import Count
 from overtone.methods import METHODS, Method, method_named, takes
+from overtone.runs import advice
 from overtone.runs.config import MethodChoice, Run
 from overtone.runs.optimizers import INNER_STATES
 from overtone.tasks import TaskOptions, load_task
-
 
 PLAIN = {16: "bf16", 32: "fp32"}  # by the bits of a plain value
 
@@ -160,7 +160,23 @@ def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int
     return (
         f"{method.name}: {parameters / 1e6:.2f} M parameters, {human_bytes(message)} per message, every "
         f"{method.every} steps, {_pattern(method, shapes, replicas)}: each of {replicas} replicas sends about "
-        f"{human_bytes(sent)} a round, {8 * message / parameters:.3g} bits per parameter and message.{lossy}"
+        f"{human_bytes(sent)} a round, {8 * message / parameters:.3g} bits per parameter and message."
+        f"{lossy}{_rounds(method, shapes, replicas)}"
+    )
+
+
+def _rounds(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> str:
+    """How many rounds a run should have, by the rule of thumb."""
+    if method.codec.payload is Payload.NUMBERS or method.every is None:
+        return ""
+    pattern = _cost(method, shapes, replicas).chosen(method.exchange)
+    share = advice.delta(method, replicas, pattern)
+    if share is None:
+        return ""
+    rounds = advice.rounds_needed(share)
+    return (
+        f"\nA round takes about {share:.1%} of what a replica owes. By a rule of thumb, a run needs {rounds:,} rounds "
+        f"to come near DiLoCo, here {rounds * method.every:,} steps; with fewer, keep more or exchange more often."
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from overtone.codec import Payload, TopK
 from overtone.coding.chunks import Slab
@@ -61,6 +62,17 @@ def cost_of(method: Method, slabs: Sequence[Slab], buffers: Sequence[int], membe
             bits[part] += BUFFER_BITS * sum(buffers[number] for number in own)
         longest += max(bits) // 8 + overhead  # shorter messages are padded
     return Cost(gathered, (members - 1) * longest)
+
+
+def costs_of(method: Method, slabs: Sequence[Slab], buffers: Sequence[int], members: int) -> Callable[[int], int]:
+    """About what a replica sends in a round, in bytes, by `keep`. The pattern stays the one of the method."""
+    pattern = cost_of(method, slabs, buffers, members).chosen(method.exchange)
+
+    @cache
+    def cost(keep: int) -> int:
+        return cost_of(method.with_keep(keep), slabs, buffers, members).of(pattern)
+
+    return cost
 
 
 def pattern_for(method: Method, context: Context, members: int) -> Pattern:

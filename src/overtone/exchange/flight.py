@@ -20,11 +20,13 @@ from torch import Tensor
 from overtone.codec import Block
 from overtone.coding.bits import Reader, bytes_tensor, tensor_bytes
 from overtone.errors import StateError, shortened
+from overtone.exchange.control import Tell
 from overtone.exchange.description import Description, compare_saved
 from overtone.exchange.inner_step import InnerStep
 from overtone.exchange.message import MOST_REPLICAS, Header, Kind
 from overtone.exchange.pattern import Contribution
 from overtone.exchange.round import Exchanger, Pending
+from overtone.methods import Method
 
 
 def save(pending: Pending, pattern: str, members: int) -> dict[str, Any]:
@@ -43,13 +45,14 @@ def save(pending: Pending, pattern: str, members: int) -> dict[str, Any]:
         "measured_at": list(pending.sources.measured_at or ()),
         "buffers_at": list(pending.buffers_at or ()),
         "norms": pending.norms,
+        **({} if mine.tell is None else {"tell": mine.tell.pack().hex()}),
     }
 
 
 def restore(saved: Mapping[str, Any], exchanger: Exchanger, inner_step: InnerStep) -> Pending:
     """The round in flight, ready to be sent again. The exchange state must have been restored already."""
     sources = replace(exchanger.signal.measure(overlapped=True), measured_at=list(saved["measured_at"]))
-    work = exchanger.work(exchanger.method)
+    work, tell = exchanger.work(_row(saved, exchanger)), _tell(saved)
     state, kind = exchanger.state, Kind(saved["kind"])
     header = Header(
         kind,
@@ -63,7 +66,7 @@ def restore(saved: Mapping[str, Any], exchanger: Exchanger, inner_step: InnerSte
     )
     blocks, buffers = _restore_blocks(saved["blocks"]), _restore_blocks(saved["buffers"])
     keep_down = exchanger.method.keep_down
-    mine = Contribution(header, work.codec, work.deal, blocks, buffers, keep_down, why=saved["why"])
+    mine = Contribution(header, work.codec, work.deal, blocks, buffers, keep_down, why=saved["why"], tell=tell)
     seconds = 0.0  # of encoding: an earlier session spent them
     pending = Pending(work, mine, inner_step, sources, header.steps, saved["norms"], seconds, list(saved["buffers_at"]))
     return exchanger.resume(pending)
@@ -96,7 +99,7 @@ def _check(saved: Mapping[str, Any], exchanger: Exchanger) -> None:
     (pattern, members), failed, buffers = _among(saved), bool(saved["why"]), exchanger.buffers
     if not 1 <= members <= MOST_REPLICAS:
         raise ValueError(f"{members} replicas")
-    work = exchanger.work(exchanger.method, pattern, members)
+    work = exchanger.work(_row(saved, exchanger), pattern, members)
     if [tensor.shape for tensor in saved["measured_at"]] != [t.shape for t in exchanger.parameters.tensors]:
         raise ValueError("measured weights of other shapes")
     if [tensor.shape for tensor in saved["buffers_at"]] != ([] if failed else [t.shape for t in buffers.shared]):
@@ -129,11 +132,21 @@ def take_back(saved: Mapping[str, Any], exchanger: Exchanger) -> dict[str, Any]:
         tensors = {name: tensor.clone() for name, tensor in saved["state"].items()}
     except (AttributeError, KeyError, TypeError):
         return rest  # whoever restores the state finds what it lacks
-    work = exchanger.work(exchanger.method, *_among(flight))
+    work = exchanger.work(_row(flight, exchanger), *_among(flight))
     # The residual then contains the drift up to the measurement, and the next drift begins there.
     if work.withdraw(tensors, _restore_blocks(flight["blocks"])):
         return {**rest, "state": tensors, "signal": list(flight["measured_at"])}
     return rest
+
+
+def _tell(flight: Mapping[str, Any]) -> Tell | None:
+    return Tell.unpack(Reader(bytes.fromhex(flight["tell"]))) if "tell" in flight else None
+
+
+def _row(flight: Mapping[str, Any], exchanger: Exchanger) -> Method:
+    """The method of the round in flight: with its own `keep`, if that is controlled."""
+    tell = _tell(flight)
+    return exchanger.method if tell is None else exchanger.method.with_keep(tell.keep)
 
 
 def _among(flight: Mapping[str, Any]) -> tuple[str, int]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from overtone.codec import Block, Codec, check_payload, mean_of_blocks
+from overtone.codec import Block, check_payload, mean_of_blocks
 from overtone.coding.bits import Reader, tensor_bytes
 from overtone.coding.chunks import Slab
 from overtone.exchange.consensus import Inbox, agree
+from overtone.exchange.control import Tell
 from overtone.exchange.dealing import Deal
 from overtone.exchange.message import Expected, Header, Message, seal_message, unseal_message
 from overtone.exchange.pattern import WITH_PAYLOAD, Context, Contribution, Received, any_of
@@ -37,9 +38,9 @@ class Gathered:
     def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
         context = self.context
         if mine.header.kind in WITH_PAYLOAD:
-            # The order on the wire: flags, buffers, slabs. docs/wire.md specifies it.
+            # The order on the wire: tell, flags, buffers, slabs. docs/wire.md specifies it.
             flags = context.pack_flags(mine.present) if context.flags else b""
-            body = b"".join([flags, *map(bytes_of, mine.buffers), *map(bytes_of, mine.blocks)])
+            body = b"".join([mine.pack_tell(), flags, *map(bytes_of, mine.buffers), *map(bytes_of, mine.blocks)])
         else:
             body = mine.reason()
         gathered = yield Gather(seal_message(mine.header, body, context.seal), most=self._most)
@@ -52,7 +53,7 @@ class Gathered:
         counted = {rank: message for rank, message in inbox.messages.items() if rank not in left_out}
         headers = [message.header for message in counted.values()]
         readers = [Reader(message.body) for message in counted.values()]
-        return _Messages(headers, left_out, seconds, counted, readers, context, mine.codec, len(peers))
+        return _Messages(headers, left_out, seconds, counted, readers, context, mine, len(peers))
 
     def open(self, raw: bytes, expected: Expected, rank: int, mine: Contribution) -> Message:
         """Open a message and make sure that it will decode. Its whole body is parsed once, and the result is discarded.
@@ -64,6 +65,7 @@ class Gathered:
         kind = message.header.kind
         if kind in WITH_PAYLOAD and kind is mine.header.kind and rank != mine.header.sender:
             reader = Reader(message.body)
+            mine.unpack_tell(reader)
             if self.context.flags:
                 self.context.unpack_flags(reader)
             if self._deal.buffers[0]:
@@ -81,7 +83,7 @@ def bytes_of(block: Block) -> bytes:
 class _Messages(Received):
     """The messages that count. ``members`` is the number of replicas in the round, including those left out.
 
-    Each reader moves through its message, so flags, buffers and slabs must be read in the order of the message.
+    Each reader moves through its message, so tell, flags, buffers and slabs must be read in the order of the message.
     """
 
     headers: list[Header]
@@ -90,12 +92,15 @@ class _Messages(Received):
     messages: dict[int, Message]
     readers: list[Reader]
     context: Context
-    codec: Codec
+    mine: Contribution
     members: int
     not_finite: int | None = None
 
     def reason(self, rank: int) -> str:
         return self.messages[rank].text()
+
+    def tells(self) -> list[Tell]:
+        return [tell for reader in self.readers if (tell := self.mine.unpack_tell(reader)) is not None]
 
     def present(self) -> list[bool]:
         return any_of([self.context.unpack_flags(reader) for reader in self.readers]) if self.context.flags else []
@@ -110,5 +115,5 @@ class _Messages(Received):
         # the payload then counts with the same weight.
         kernels = self.context.kernels
         return mean_of_blocks(
-            self.codec, self.readers, slab, self.members, out, over_senders=over_senders, kernels=kernels
+            self.mine.codec, self.readers, slab, self.members, out, over_senders=over_senders, kernels=kernels
         )

@@ -24,6 +24,7 @@ from overtone.coding.layout import Layout
 from overtone.errors import MethodError
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.consensus import MOST_TEXT
+from overtone.exchange.control import Tell
 from overtone.exchange.dealing import Deal
 from overtone.exchange.message import Expected, Header, Kind, Seal
 from overtone.rules import State
@@ -44,11 +45,20 @@ class Contribution:
     buffers: Sequence[Block] = ()  # one for each part
     keep_down: int | None = None  # the method's own, for the owners' letters
     present: Sequence[bool] = ()  # for each parameter: it has a signal; empty if that need not be sent
+    tell: Tell | None = None  # for the controller, if `keep` is controlled
     why: str = ""  # the reason, if there are no blocks
 
     def reason(self) -> bytes:
         """The reason as the body of a message."""
         return self.why.encode()[: MOST_TEXT // 2]
+
+    def pack_tell(self) -> bytes:
+        """The tell as the beginning of a body. Without a controller it is empty."""
+        return b"" if self.tell is None else self.tell.pack()
+
+    def unpack_tell(self, reader: Reader) -> Tell | None:
+        """Read the tell of another replica, whose `keep` must be this one's."""
+        return None if self.tell is None else Tell.unpack(reader, self.tell.keep)
 
 
 class Received(ABC):
@@ -65,9 +75,13 @@ class Received(ABC):
     def reason(self, rank: int) -> str:
         """The reason that a rank sent instead of a payload."""
 
+    def tells(self) -> list[Tell]:
+        """What the replicas tell of themselves, in rank order. Only where `keep` is controlled. Call this first."""
+        return []
+
     @abstractmethod
     def present(self) -> list[bool]:
-        """For each parameter: it had a signal on at least one replica. Call this first."""
+        """For each parameter: it had a signal on at least one replica. Call this before `buffers`."""
 
     @abstractmethod
     def buffers(self) -> list[Tensor | None]:

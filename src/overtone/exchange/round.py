@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,14 +25,15 @@ from overtone.coding.kernels import kernels_for
 from overtone.coding.layout import part_of
 from overtone.errors import GaveUpError, NotFiniteError, StateError
 from overtone.exchange.buffers import Buffers
-from overtone.exchange.choice import pattern_for, pattern_named
+from overtone.exchange.choice import costs_of, pattern_for, pattern_named
 from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
+from overtone.exchange.control import Controller, Tell
 from overtone.exchange.inner_step import InnerStep
 from overtone.exchange.message import NOBODY, Expected, Header, Kind, Seal
 from overtone.exchange.parameters import Parameters
 from overtone.exchange.pattern import Context, Contribution, Received
 from overtone.exchange.signals import Sources
-from overtone.exchange.slab_work import SlabWork
+from overtone.exchange.slab_work import Energies, SlabWork
 from overtone.exchange.state import ExchangeState
 from overtone.ledger import Count, Round
 from overtone.methods import Method
@@ -93,6 +94,13 @@ class Exchanger:
         self._context = Context(self.layout, self.kernels, buffers, seal, self.device, refused, flags)
         self.pattern = pattern_for(method, self._context, transport.size)
         self._deal = self.pattern.deal(transport.size)
+        self.controller: Controller | None = None
+        if method.budget is not None:
+            sizes = [shared.numel() for shared in buffers.shared]
+            self.controller = Controller(method.budget, costs_of(method, self.layout.slabs, sizes, transport.size))
+        # In the simulator, time is virtual.
+        self._clock: Callable[[], float] = getattr(transport, "now", time.perf_counter)
+        self._started: float | None = None  # when the last round started
         self.in_flight: Pending | None = None  # the round whose exchange goes on beside the training
 
     # -- first half ------------------------------------------------------------------------------------------------
@@ -105,7 +113,7 @@ class Exchanger:
         its peers, which would otherwise block. The round is then refused on every rank.
         """
         begin = time.perf_counter()
-        row = method or self.method
+        row = method or self._row()
         work, scale = self.work(row), self._loss_scale(inner_step)
         if self.state.under_way:
             raise StateError("start: a round is under way already; finish it, or load a saved state")
@@ -129,6 +137,8 @@ class Exchanger:
             try:
                 blocks, norms = work.encode(self.state.tensors, sources, scale=scale)
                 mine = replace(mine, blocks=blocks, buffers=buffers, present=sources.present)
+                if work.energies is not None:
+                    mine = replace(mine, tell=self._tell(work.energies.sent, norms))
             except NotFiniteError as error:
                 # The signal is finite, but its sum with the residual is not. Some slabs of the state have changed
                 # already. They need no repair: with such a residual no further round is possible.
@@ -156,7 +166,22 @@ class Exchanger:
             deal = pattern_named(pattern, row, self._context, members).deal(members)
         elif peers != self.transport.size:  # some are away
             deal = self.pattern.deal(peers)
-        return SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal)
+        energies = Energies() if row.budget is not None else None
+        return SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal, energies)
+
+    def _row(self) -> Method:
+        """The method of the next round, with the `keep` that the controller has chosen."""
+        control = self.state.control
+        return self.method if control is None else self.method.with_keep(control.keep)
+
+    def _tell(self, sent: float, norms: Tensor) -> Tell:
+        """What this replica tells all others in this round."""
+        control, now = self.state.control, self._clock()
+        assert control is not None
+        seconds = 0.0 if self._started is None else now - self._started
+        self._started = now
+        owed = _norm(self.state.tensors["residual"]) ** 2
+        return control.tell(residual=owed, drift=_norm(norms) ** 2, sent=sent, seconds=seconds)
 
     def header(self, kind: Kind) -> Header:
         """The header of this replica's next message."""
@@ -249,9 +274,11 @@ class Exchanger:
         # No receiver counted this replica's payload in either case.
         if abstained or self.transport.rank in received.left_out:
             pending.work.withdraw(self.state.tensors, pending.contribution.blocks)
+        why = ""
         if not abstained:
             try:
-                self._absorb(pending, received)
+                tells = self._absorb(pending, received)
+                why = self._control(pending, tells)
             except BaseException:  # some slabs have moved, others have not
                 self.state.broken = INTERRUPTED.format(index=self.state.rounds)
                 raise
@@ -264,16 +291,22 @@ class Exchanger:
             pending.inner_step.skip()
         elif not self.signal.inner_first:
             pending.inner_step.take()
-        return replace(self._record(pending, received, seconds), seconds_hidden=hidden)
+        record = replace(self._record(pending, received, seconds), seconds_hidden=hidden)
+        tell = pending.contribution.tell
+        return record if tell is None else replace(record, keep=tell.keep, control=why)
 
     def _count_flight(self, pending: Pending, waited: float) -> None:
         """Add the cost of an overlapped exchange to the ledger: after its end, so that no checkpoint has half of it."""
         pending.count.waiting = waited
         self.transport.ledger.add("rounds", pending.count)
 
-    def _absorb(self, pending: Pending, received: Received) -> None:
-        """Mean → rule → weights, slab by slab; then the buffers. The messages are verified already."""
-        # In the order of the message: flags, buffers, slabs.
+    def _absorb(self, pending: Pending, received: Received) -> list[Tell]:
+        """Mean → rule → weights, slab by slab; then the buffers. The messages are verified already.
+
+        Returns what the messages tell the controller.
+        """
+        # In the order of the message: tells, flags, buffers, slabs.
+        tells = received.tells()
         present = received.present() if self.signal.tells_presence else []
         buffers = received.buffers() if self.buffers.floats else []
         targets = pending.sources.targets
@@ -285,6 +318,18 @@ class Exchanger:
         self.signal.answer(pending.sources, present=present, scale=scale)
         if buffers:
             self.buffers.absorb(buffers, pending.buffers_at)
+        return tells
+
+    def _control(self, pending: Pending, tells: Sequence[Tell]) -> str:
+        """Choose the `keep` of the next round. Returns why, if it is another one."""
+        energies, control = pending.work.energies, self.state.control
+        if control is None or energies is None or self.controller is None:
+            return ""
+        chosen, why = self.controller.decide(control, tells)
+        sent = sum(tell.sent for tell in tells)
+        agreement = len(tells) * energies.mean / sent if sent > 0 else 0.0
+        self.state.control = replace(chosen, spent=pending.count.sent, agreement=agreement, cosine=energies.cosine)
+        return why
 
     def _record(self, pending: Pending, received: Received, seconds_decoding: float) -> Round:
         state, tensors, anchor = self.state, self.state.tensors, pending.contribution.header.anchor

@@ -26,6 +26,7 @@ from overtone.coding.layout import inner_part
 from overtone.errors import NotFiniteError, WireError
 from overtone.exchange.buffers import pack_values
 from overtone.exchange.consensus import Inbox, agree
+from overtone.exchange.control import Tell
 from overtone.exchange.dealing import Deal, deal
 from overtone.exchange.letters import LetterCodec, letters_for, marks
 from overtone.exchange.message import Expected, Header, Kind, Message, seal_message, unseal_message
@@ -83,7 +84,7 @@ class Sharded:
             return mine.reason()
         assert mine.deal is not None
         blocks = [b.packed for b, piece in zip(mine.blocks, mine.deal.pieces, strict=True) if piece.part == part]
-        return b"".join([mine.buffers[part].packed, *blocks])
+        return b"".join([mine.pack_tell(), mine.buffers[part].packed, *blocks])
 
     def _open(self, raw: bytes, expected: Expected, sender: int, mine: Contribution, part: int) -> Message:
         """Open a message and make sure that it will decode, as the gathered pattern does."""
@@ -92,6 +93,7 @@ class Sharded:
         if kind in WITH_PAYLOAD and kind is mine.header.kind and sender != mine.header.sender:
             assert mine.deal is not None
             reader = Reader(message.body)
+            mine.unpack_tell(reader)
             self.context.buffers.unpack(reader, mine.deal.buffers[part])
             for piece in mine.deal.of(part):
                 mine.codec.check(reader, piece, self.context.kernels)
@@ -162,10 +164,12 @@ class _Letters(Received):
         buffers, own = self.context.buffers, self._deal.buffers[part]
         # In rank order, as everywhere.
         readers = [Reader(message.body) for message in self.messages.values()]
+        for reader in readers:
+            self.mine.unpack_tell(reader)  # its sender tells all replicas in its letter
         means = buffers.average(own, [buffers.unpack(reader, own) for reader in readers])
         if any(mean is not None and not bool(torch.isfinite(mean).all()) for mean in means):
             raise NotFiniteError(-1)  # the sum of large values; readers would take such a letter for corrupt
-        blocks = [Block(pack_values(means))]
+        blocks = [Block(self.mine.pack_tell()), Block(pack_values(means))]
         for number, piece in enumerate(self._deal.pieces):
             if piece.part == part:
                 blocks.append(self._average_piece(number, piece.slab, readers, members))
@@ -194,6 +198,7 @@ class _Letters(Received):
         if self.mine.deal is None:
             raise WireError("letter: this replica has ended its rounds and expects none")
         part, reader = self.owners.index(owner), Reader(letter.body)
+        self.mine.unpack_tell(reader)
         self.context.buffers.unpack(reader, self._deal.buffers[part])
         for piece in self._deal.of(part):
             self.codec.check(reader, piece, self.context.kernels)
@@ -208,6 +213,11 @@ class _Letters(Received):
         # An owner that could not average its part ends the round for all.
         if failed := [letter.header for letter in self.letters.values() if letter.header.kind is Kind.FAILURE]:
             self.headers = failed
+
+    def tells(self) -> list[Tell]:
+        # By rank, and not by part: owners change from round to round.
+        readers = [self._readers[owner] for owner in sorted(self._readers)]
+        return [tell for reader in readers if (tell := self.mine.unpack_tell(reader)) is not None]
 
     def present(self) -> list[bool]:
         raise AssertionError("only gradients tell which parameters have a signal, and they are not sharded")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,6 +33,37 @@ class Averaged(Protocol):
         ...
 
 
+@dataclass
+class Energies:
+    """What the controller must know of a round, as this replica finds it. Sums of squares."""
+
+    sent: float = 0.0  # of the values in this replica's message
+    mean: float = 0.0  # of the mean of all messages
+    momentum: float = 0.0  # of the outer momentum before
+    product: float = 0.0  # of the mean with that momentum
+
+    @property
+    def cosine(self) -> float:
+        """Of the mean with the momentum; 0 if one of them is."""
+        size = math.sqrt(self.mean) * math.sqrt(self.momentum)
+        return self.product / size if size > 0 else 0.0
+
+    def add_sent(self, values: Tensor) -> None:
+        """Count the values that were sent of a piece."""
+        self.sent += _product(values, values)
+
+    def add_mean(self, mean: Tensor, momentum: Tensor | None) -> None:
+        """Count the mean of a slab, and the momentum before it."""
+        self.mean += _product(mean, mean)
+        if momentum is not None:
+            self.momentum += _product(momentum, momentum)
+            self.product += _product(mean, momentum)
+
+
+def _product(one: Tensor, other: Tensor) -> float:
+    return float(torch.dot(one.reshape(-1), other.reshape(-1)))
+
+
 @dataclass(frozen=True)
 class SlabWork:
     """A rule and a codec at work on the slabs of a layout, each of which is dealt into pieces."""
@@ -42,6 +74,7 @@ class SlabWork:
     rule: Rule
     codec: Codec
     deal: Deal
+    energies: Energies | None = None  # measured only where a controller asks for them
 
     def encode(self, state: State, sources: Sources, *, scale: float = 1.0) -> tuple[list[Block], Tensor]:
         """Signal → rule → codec → blocks. Returns the blocks, and the norm of the signal in each slab."""
@@ -61,6 +94,8 @@ class SlabWork:
                 # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is
                 # refused.
                 self.rule.sent(parts_of(state, piece), decoded)
+                if self.energies is not None:
+                    self.energies.add_sent(decoded.values)
                 blocks.append(block)
         return blocks, torch.stack([torch.as_tensor(n, dtype=torch.float32, device=self.device) for n in norms])
 
@@ -71,6 +106,8 @@ class SlabWork:
         for slab in layout.slabs:
             mean = received.mean(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
             here = parts_of(state, slab)
+            if self.energies is not None:
+                self.energies.add_mean(mean, here.get("momentum"))
             if received.may_return:
                 for piece, decoded in received.returned(slab):
                     self.rule.withdraw(parts_of(state, piece), decoded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from overtone.errors import OvertoneError, StateError, shortened
 from overtone.exchange.buffers import Buffers
+from overtone.exchange.control import Control
 from overtone.exchange.description import Description, compare_saved
 from overtone.exchange.message import NOBODY
 from overtone.exchange.signals import Signal
@@ -31,6 +32,7 @@ class ExchangeState:
     steps: int = 0  # local steps since the beginning
     rounds: int = 0
     steps_at_round: int = 0  # value of `steps` when the last round started
+    control: Control | None = None  # the controller's state, if `keep` is controlled
     under_way: bool = False  # a round has started and not finished
     broken: str = ""  # why no further round is possible
 
@@ -53,6 +55,8 @@ def save(
         "buffers": list(buffers.shared),
         "ledger": ledger.state_dict(),
     }
+    if state.control is not None:
+        saved["control"] = asdict(state.control)
     return {**saved, "pattern": dict(state.pattern)} if state.pattern else saved
 
 
@@ -71,6 +75,7 @@ def restore(
         counts = {name: int(saved["counts"][name]) for name in COUNTS}
         if not 0 <= counts["steps_at_round"] <= counts["steps"] or counts["rounds"] < 0:
             raise ValueError(f"counts {counts}")
+        control = None if state.control is None else Control.restored(saved["control"])
         Ledger().load_state_dict(saved["ledger"])  # a trial on a spare ledger, which raises if the counts are damaged
         if unknown := set(saved["ledger"]) - set(ledger.counts):
             raise ValueError(f"phases {sorted(unknown)} of the ledger")
@@ -84,6 +89,7 @@ def restore(
         mine.copy_(theirs)
     for name, count in counts.items():
         setattr(state, name, count)
+    state.control = control
     ledger.load_state_dict(saved["ledger"])
     state.broken, state.under_way = "", False
 
@@ -110,6 +116,7 @@ class Shared:
     # The inner optimizer's state, if the weights serve as the anchor: they stay equal only if it is equal too.
     inner: dict[str, Any] | None
     counts: dict[str, int]
+    control: Control | None = None
 
     @property
     def size(self) -> int:
@@ -126,6 +133,7 @@ def share(
         tensors=shared_tensors(state, names, anchor, buffers),
         inner=None if "anchor" in state.tensors else inner.state_dict(),
         counts=state.counts(),
+        control=None if state.control is None else state.control.of_all,
     )
 
 
@@ -147,6 +155,7 @@ def adopt(
     buffers.put(buffers.shared)
     for name, count in shared.counts.items():
         setattr(state, name, count)
+    state.control = shared.control
 
 
 def shared_tensors(

@@ -12,8 +12,8 @@ tests/test_run_log.py holds the list that must not change without a new number.
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-FORMAT = 2
-READABLE = (0, 1, 2)  # format numbers; 0 are the logs of overtone 0.1.0, which carry no number
+FORMAT = 3
+READABLE = (0, 1, 2, 3)  # format numbers; 0 are the logs of overtone 0.1.0, which carry no number
 
 Record = dict[str, Any]  # a line as JSON gives it, before its keys are checked
 
@@ -237,6 +237,10 @@ class RoundDone(Stamp):
     """Fingerprint of the anchor after the round; for methods that exchange gradients, of the weights before it."""
     left_out: list[int]
     """Ranks whose message was refused, if the policy is to go on without them."""
+    keep: int | None
+    """Coefficients that the controller kept of each 64 x 64 chunk in this round; null without a budget."""
+    control: str
+    """Why the controller keeps another number in the next round; empty if it does not."""
 
 
 class Eval(Stamp, Evaluation, Cost, Exchanged):

@@ -209,6 +209,7 @@ ADDED: dict[int, dict[str, Record]] = {
         "eval": {"rounds": math.nan},
         "round": {"seconds_hidden": 0.0},
     },
+    2: {"round": {"keep": None, "control": ""}},  # no method had a budget
 }
 
 

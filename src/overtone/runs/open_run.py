@@ -14,6 +14,7 @@ from overtone.common.machine_errors import in_words
 from overtone.errors import ConfigError, MismatchError
 from overtone.replica import Replica
 from overtone.runs import directory, optimizers, toml
+from overtone.runs.advice import warn_of_few_rounds
 from overtone.runs.checkpoint.run_state import RunState, first_difference
 from overtone.runs.config import Run
 from overtone.runs.coordination import Coordinator
@@ -49,6 +50,8 @@ def open_run(config: Run, transport: Solo | Torch, *, resume: bool, stop: StopRe
     lock = coordinator.all_succeed(lambda: _claim(folder, coordinator, resume=resume))
     model, inner = coordinator.all_succeed(lambda: _build(config, task, transport.rank))
     replica = Replica(model, inner, config.choice.build(), transport)
+    if transport.rank == 0:
+        warn_of_few_rounds(replica, config.training.steps)
     coordinator.phase = "upkeep"  # the replicas train from here on
     timer = RunTimer(config.training.samples * task.units() * transport.size)
     state = RunState(replica, feed, timer, fixed)

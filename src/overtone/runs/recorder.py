@@ -206,6 +206,8 @@ class RunRecorder:
             "residual_norm": done.residual_norm,
             "anchor_fingerprint": done.anchor_fingerprint,
             "left_out": list(done.left_out),
+            "keep": done.keep,
+            "control": done.control,
         }
 
     def _train(self, step: Step) -> Train:

@@ -13,6 +13,7 @@ from torch import nn
 
 from overtone.errors import GaveUpError
 from overtone.runs import directory, log, optimizers, toml
+from overtone.runs.advice import warn_of_few_rounds
 from overtone.runs.config import Simulation
 from overtone.runs.evaluate import ClusterEvaluator, evaluate
 from overtone.runs.events import Ending, Finish
@@ -41,6 +42,7 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
             for rank in range(config.replicas)
         }
         cluster = _cluster(config, task)
+        warn_of_few_rounds(cluster.replicas[0], config.training.steps)
         recorder = _recorder(config, task, cluster)
         stack.callback(recorder.close)
         recorder.seconds_starting = time.perf_counter() - begun

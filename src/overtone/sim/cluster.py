@@ -39,11 +39,16 @@ class Mailbox:
 class SimTransport(AlwaysCommits):
     """One replica's transport inside the cluster. It takes its results from the mailbox."""
 
-    def __init__(self, rank: int, size: int, mailbox: Mailbox) -> None:
+    def __init__(self, rank: int, size: int, mailbox: Mailbox, busy: Sequence[float]) -> None:
         self.rank = rank
         self.size = size
         self.mailbox = mailbox
         self.ledger = Ledger()
+        self._busy = busy
+
+    def now(self) -> float:
+        """The virtual time of this replica."""
+        return self._busy[self.rank]
 
     @property
     def peers(self) -> Sequence[int]:
@@ -153,7 +158,7 @@ class Cluster:
         for rank in range(replicas):
             with self._random[rank]:
                 model, inner = build(rank)
-                transport = SimTransport(rank, replicas, self.mailbox)
+                transport = SimTransport(rank, replicas, self.mailbox, self._busy)
                 self.replicas.append(Replica(model, inner, method, transport, buffers=buffers, join=False))
         self.method = method
         self.rounds = 0
