@@ -174,7 +174,8 @@ class TopK:
 
     ``keep`` is the number for a chunk of 64 × 64. Smaller and larger chunks keep in proportion to their area, and at
     least one. Tensors of one axis and tensors of fewer than ``plain_below`` values are *plain*: they are not
-    transformed, and every value is sent, at ``plain_bits`` bits (at ``bits``, if that is more).
+    transformed, and of each 4096 values the strongest ``plain_keep`` are sent, in bf16 (fp32 if ``bits`` is 32). One
+    bit would not do: a value that does not change must not be touched.
     """
 
     keep: int = 128
@@ -182,22 +183,24 @@ class TopK:
     chunk: int = 64
     transform: str = "dct"
     plain_below: int = 1024
-    plain_bits: int = 16
+    plain_keep: int = FULL_CHUNK
 
     payload = Payload.BYTES
 
     def __post_init__(self) -> None:
-        for name in ("keep", "bits", "chunk", "plain_below", "plain_bits"):
+        for name in ("keep", "bits", "chunk", "plain_below", "plain_keep"):
             # Not `isinstance`: it would accept True and False.
             if type(getattr(self, name)) is not int:
                 raise MethodError(f"{name}={getattr(self, name)!r}: a whole number")
         if not 1 <= self.chunk <= MOST_CHUNK:
             raise MethodError(f"chunk={self.chunk}: the side of a chunk, from 1 to {MOST_CHUNK}; 64 is the default")
-        if not 1 <= self.keep <= FULL_CHUNK:
-            raise MethodError(f"keep={self.keep}: coefficients kept of each {FULL_CHUNK}; use 1 to {FULL_CHUNK}")
-        for name in ("bits", "plain_bits"):
-            if getattr(self, name) not in BITS:
-                raise MethodError(f"{name}={getattr(self, name)}: a value travels in {', '.join(map(str, BITS))} bits")
+        for name in ("keep", "plain_keep"):
+            if not 1 <= getattr(self, name) <= FULL_CHUNK:
+                raise MethodError(
+                    f"{name}={getattr(self, name)}: coefficients kept of each {FULL_CHUNK}; use 1 to {FULL_CHUNK}"
+                )
+        if self.bits not in BITS:
+            raise MethodError(f"bits={self.bits}: a value travels in {', '.join(map(str, BITS))} bits")
         if not isinstance(self.transform, str) or self.transform not in TRANSFORMS:
             raise MethodError(f"transform={self.transform!r}: choose one of {', '.join(TRANSFORMS)}")
         if self.plain_below < 0:
@@ -205,34 +208,36 @@ class TopK:
 
     @property
     def lossless(self) -> bool:
-        return self.keep == FULL_CHUNK and self.bits == 32
+        return self.keep == self.plain_keep == FULL_CHUNK and self.bits == 32
 
     @property
     def whole(self) -> TopK:
         """The same chunks with every coefficient kept at one bit. `finish` drains the residuals with it."""
-        return replace(self, keep=FULL_CHUNK, bits=1, plain_bits=max(16, self.plain_bits))
+        return replace(self, keep=FULL_CHUNK, bits=1, plain_keep=FULL_CHUNK)
 
     def layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
         transform = TRANSFORMS[self.transform]
         return Layout(shapes, chunk=self.chunk, plain_below=self.plain_below, transform=transform)
 
     def describe(self) -> str:
+        share = self.plain_keep / FULL_CHUNK
+        densely = (
+            "travel densely" if share == 1 else f"are not transformed, and the strongest {share:.0%} of them travel"
+        )
         return (
             f"The strongest coefficients of each chunk travel at {self.bits} bit{'s' if self.bits > 1 else ''}; "
-            f"tensors of one axis and those of fewer than {self.plain_below} values travel densely, at "
-            f"{max(self.bits, self.plain_bits)} bits. Sizes are the "
+            f"tensors of one axis and those of fewer than {self.plain_below} values {densely}. Sizes are the "
             "least possible: real messages are within 6 % of them if at most half is kept, and outliers add to them."
         )
 
     def kept(self, slab: Slab) -> int:
         """k: the number of values that are sent of each chunk of the slab."""
-        if slab.plain:
-            return slab.area
-        return min(slab.area, max(1, round(self.keep * slab.area / FULL_CHUNK)))
+        keep = self.plain_keep if slab.plain else self.keep
+        return min(slab.area, max(1, round(keep * slab.area / FULL_CHUNK)))
 
     def width(self, slab: Slab) -> int:
-        """The number of bits of each value that is sent."""
-        return max(self.bits, self.plain_bits) if slab.plain else self.bits
+        """The number of bits of each value that is sent. Plain slabs have 16 at least."""
+        return max(self.bits, 16) if slab.plain else self.bits
 
     def bits_of(self, slab: Slab) -> int:
         """log2 C(a, k) for the positions of each chunk, k · bits for its values, 16 for its scale.

@@ -19,7 +19,9 @@ from overtone.rules import DeMo, Mean, Outer, Published, Rule
 
 MOST_EVERY = 10**12
 EXCHANGES = ("auto", "gathered", "sharded")
-UNSAID = (("plain_bits", 16),)  # numbers of a codec that earlier versions did not have, with what they then were
+UNSAID = (
+    ("plain_keep", FULL_CHUNK),
+)  # numbers of a codec that earlier versions did not have, with what they then were
 MOST_DRAIN = 1024  # each draining message is dense; twelve of them remove most of the residuals
 
 
@@ -205,14 +207,14 @@ class Preset:
 
     keep: int
     chunk: int
-    plain_bits: int
+    plain_keep: int
 
 
 PRESETS = {
-    "near": Preset(keep=128, chunk=64, plain_bits=16),
-    "balanced": Preset(keep=128, chunk=64, plain_bits=16),
-    "thin": Preset(keep=16, chunk=128, plain_bits=4),
-    "thinnest": Preset(keep=8, chunk=128, plain_bits=4),
+    "near": Preset(keep=128, chunk=64, plain_keep=FULL_CHUNK),
+    "balanced": Preset(keep=128, chunk=64, plain_keep=FULL_CHUNK),
+    "thin": Preset(keep=16, chunk=128, plain_keep=512),
+    "thinnest": Preset(keep=8, chunk=128, plain_keep=512),
 }
 DEFAULT_PRESET = "balanced"
 
@@ -231,7 +233,7 @@ def decoupled(
     release: float = 1.0,
     transform: str = "dct",
     chunk: int | None = None,
-    plain_bits: int | None = None,
+    plain_keep: int | None = None,
     drain: int = 2,
     delay: int = 0,
     exchange: str = "auto",
@@ -239,7 +241,7 @@ def decoupled(
 ) -> Method:
     """The default: replicas send the strongest coefficients of the residual and carry the rest in their own weights.
 
-    The preset gives ``keep``, ``chunk`` and ``plain_bits`` if they are not given. With a ``budget``, a controller sets
+    The preset gives ``keep``, ``chunk`` and ``plain_keep`` if they are not given. With a ``budget``, a controller sets
     ``keep`` for each round. ``momentum`` defaults to 0.8, and to 0.7 with a delay: what comes late is better amplified
     less.
     """
@@ -250,9 +252,9 @@ def decoupled(
     if momentum is None:
         momentum = 0.7 if delay else 0.8  # benchmarks/exchange.py
     rule = Outer(lr=lr, momentum=momentum, decay=decay, carry=carry, release=release)
-    given = {"keep": keep, "chunk": chunk, "plain_bits": plain_bits}
+    given = {"keep": keep, "chunk": chunk, "plain_keep": plain_keep}
     numbers = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
-    codec = TopK(numbers.keep, bits, numbers.chunk, transform, plain_bits=numbers.plain_bits)
+    codec = TopK(numbers.keep, bits, numbers.chunk, transform, plain_keep=numbers.plain_keep)
     limit = None if budget is None else Budget.parse(budget)
     return Method("decoupled", Drift, every, rule, codec, drain, delay, exchange, keep_down, limit)
 
@@ -265,7 +267,7 @@ METHODS: dict[str, Callable[..., Method]] = {
 # and from the signatures above. tests/test_config.py checks that no option is missing.
 OPTIONS: dict[str, str] = {
     "every": "Local steps between two rounds (papers: H).",
-    "preset": f"How thin messages are: {', '.join(PRESETS)}. It gives `keep`, `chunk` and `plain_bits`.",
+    "preset": f"How thin messages are: {', '.join(PRESETS)}. It gives `keep`, `chunk` and `plain_keep`.",
     "budget": "Bytes that a replica may send in a round, on average, such as 200kB; or a share of a link, such as "
     "'10% of 50Mbit/s'. A controller then sets `keep` for each round.",
     "keep": "Coefficients sent of each 64 x 64 chunk; smaller and larger chunks send in proportion to their area.",
@@ -278,7 +280,7 @@ OPTIONS: dict[str, str] = {
     "transform": "Transform of each chunk before the strongest coefficients are chosen: dct, hadamard (sums only: the "
     "same bits on every machine), random (a fixed rotation) or none.",
     "chunk": "Side of the square chunks into which tensors are cut for the transform.",
-    "plain_bits": "Bits of each value that is not transformed: norms, biases, small tensors. They all travel.",
+    "plain_keep": "Values sent of each 4096 that are not transformed: norms, biases, small tensors.",
     "drain": "Dense one-bit messages at the end of the run, which empty the residuals into the anchor.",
     "delay": "Local steps from the start of a round until its answer is absorbed; messages travel meanwhile. 0: the "
     "replica waits for the answer. At most `every`.",

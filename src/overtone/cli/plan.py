@@ -28,8 +28,6 @@ from overtone.runs.config import MethodChoice, Run
 from overtone.runs.optimizers import INNER_STATES
 from overtone.tasks import TaskOptions, load_task
 
-PLAIN = {16: "bf16", 32: "fp32"}  # by the bits of a plain value
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -121,8 +119,10 @@ def how(method: Method, shape: tuple[int, ...]) -> tuple[str, float]:
     slabs = codec.layout([shape]).slabs
     if all(slab.plain for slab in slabs):
         (width,) = {codec.width(slab) for slab in slabs}
-        size = sum(codec.width(slab) * slab.size for slab in slabs) / 8
-        return f"densely, {PLAIN.get(width, f'{width} bits')}", size
+        size = sum(map(codec.bits_of, slabs)) / 8
+        part = sum(map(codec.kept, slabs)) / sum(slab.size for slab in slabs)
+        which = "densely" if part == 1 else f"the strongest {part:.0%}"
+        return f"{which}, {'fp32' if width == 32 else 'bf16'}", size
     chunks: dict[tuple[int, int], int] = {}
     for slab in slabs:
         chunks[slab.h, slab.w] = chunks.get((slab.h, slab.w), 0) + slab.chunks

@@ -32,7 +32,7 @@ PASSES = 4  # how often values are assigned to layers, and the mean magnitudes o
 @dataclass(frozen=True)
 class LetterCodec:
     """Sends up to ``top_k.keep`` of the strongest values of each chunk, without zeros: in two layers of one bit if
-    ``top_k.bits`` is 1, else in one layer of bf16 or fp32.
+    messages have one bit per value, else in one layer of bf16 or fp32.
 
     Where all values are sent (plain values, or all coefficients), the letter has the block of `TopK`.
     """
@@ -43,7 +43,7 @@ class LetterCodec:
         """About the number of bits of a block that is full."""
         k = self.top_k.kept(piece)
         bits = self.top_k.bits_of(piece)
-        if k == piece.area or self.top_k.bits > 1:
+        if k == piece.area or self.top_k.width(piece) > 1:
             return bits
         return bits + piece.chunks * (16 + 7 * k // 10)  # which layer a value is in takes about 0.7 bits
 
@@ -63,21 +63,21 @@ class LetterCodec:
         some = values != 0
         positions, values = positions[some].cpu(), values[some].cpu()
         blocks, decoded = [], torch.empty_like(values)
-        for layer in self._layers(values, positions // piece.area, piece.chunks):
+        for layer in self._layers(values, positions // piece.area, piece):
             data, decoded[layer] = self._pack(positions[layer], values[layer], piece, kernels)
             blocks.append(data)
         return Block(b"".join(blocks)), Decoded(positions.view(1, -1), decoded.view(1, -1), kernels)
 
-    def _layers(self, values: Tensor, chunk: Tensor, c: int) -> list[Tensor]:
+    def _layers(self, values: Tensor, chunk: Tensor, piece: Slab) -> list[Tensor]:
         """Which values are in each layer."""
-        if self.top_k.bits > 1:
+        if self.top_k.width(piece) > 1:
             return [torch.ones_like(values, dtype=torch.bool)]
-        strong = are_strong(values, chunk, c)
+        strong = are_strong(values, chunk, piece.chunks)
         return [strong, ~strong]
 
     def _pack(self, positions: Tensor, values: Tensor, piece: Slab, kernels: Kernels) -> tuple[bytes, Tensor]:
         """The bytes of a layer, and the values that they decode to."""
-        n, bits = values.numel(), self.top_k.bits
+        n, bits = values.numel(), self.top_k.width(piece)
         data = n.to_bytes(4, "little")
         if n == 0:
             return data, values
@@ -111,7 +111,7 @@ class LetterCodec:
             self._open(reader, piece, kernels)
 
     def _open(self, reader: Reader, piece: Slab, kernels: Kernels) -> list[tuple[Tensor, Values]]:
-        layers = [self._open_layer(reader, piece, kernels) for _ in range(2 if self.top_k.bits == 1 else 1)]
+        layers = [self._open_layer(reader, piece, kernels) for _ in range(2 if self.top_k.width(piece) == 1 else 1)]
         if len(layers) == 2:
             (first, _), (second, _) = layers
             if bool(marks(first, piece)[second].any()):
@@ -121,7 +121,7 @@ class LetterCodec:
         return layers
 
     def _open_layer(self, reader: Reader, piece: Slab, kernels: Kernels) -> tuple[Tensor, Values]:
-        bits, where = self.top_k.bits, f"chunks of {piece.h}x{piece.w}"
+        bits, where = self.top_k.width(piece), f"chunks of {piece.h}x{piece.w}"
         n, most = reader.number(4, f"values, {where}"), piece.chunks * self.top_k.kept(piece)
         if n > most:  # checked before any memory is reserved for so many
             raise WireError(f"values, {where}: {n}, where {most} are the most; the message is corrupt")
@@ -156,7 +156,8 @@ def letters_for(codec: TopK, keep_down: int | None, members: int) -> LetterCodec
     """The codec of the owners' letters among so many replicas."""
     # Letters have layers of one bit, or values that are as exact as those of messages.
     bits = {1: 1, 2: 1, 32: 32}.get(codec.bits, 16)
-    return LetterCodec(replace(codec, keep=keep_down or default_keep_down(codec.keep, members), bits=bits))
+    keep = keep_down or default_keep_down(codec.keep, members)
+    return LetterCodec(replace(codec, keep=keep, bits=bits, plain_keep=min(FULL_CHUNK, members * codec.plain_keep)))
 
 
 def default_keep_down(keep: int, members: int) -> int:
