@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import browser as web
 import overtone
+from forked import shared
 from overtone import Cluster, Method, Replica
 from overtone.coding.chunks import slabs_of
 from overtone.coding.spectrum import energy_of_strongest, gaussian_share, over_places, strongest_only, tensors_of
@@ -21,7 +23,7 @@ from overtone.coding.transforms import DCT
 from overtone.errors import ConfigError, NotALogError
 from overtone.exchange.probe import Probe
 from overtone.exchange.spectrum import STRONGEST, Spectrum
-from overtone.report import comparison
+from overtone.report import comparison, spectrum_data
 from overtone.report.comparison import Comparison
 from overtone.runs import log as runlog
 from overtone.runs import spectrum
@@ -112,7 +114,7 @@ def test_a_planted_wave_is_found_in_its_band() -> None:
     wave = torch.zeros(1, 64, 64)
     wave[0, 20, 5] = 7.0  # the frequencies down and across
     values = DCT.inverse(wave)[0]
-    (record,) = planted(lambda rank, index: values, overtone.decoupled(every=1, keep=128))
+    (record,) = planted(lambda *_: values, overtone.decoupled(every=1, keep=128))
     layer, bias, other = record["layers"]
     for of in ("drift", "owed"):
         assert layer["energy"][of]["dct"] == pytest.approx([1.0] * 4, abs=1e-4)
@@ -131,7 +133,7 @@ def test_a_planted_wave_is_found_in_its_band() -> None:
 def test_planted_values_are_found_in_their_rows_and_columns() -> None:
     values = torch.zeros(64, 64)
     values[40:48, 8:16] = 1.0
-    (record,) = planted(lambda rank, index: values, overtone.sparse_loco(every=1, keep=64))
+    (record,) = planted(lambda *_: values, overtone.sparse_loco(every=1, keep=64))
     layer = record["layers"][0]
     assert layer["energy"]["owed"]["none"] == pytest.approx([8 / 64, 32 / 64, 1, 1])
     assert torch.tensor(layer["places"]).view(8, 8)[5, 1] == 1.0
@@ -155,7 +157,7 @@ EQUAL_OR_APART = {
 
 @pytest.mark.parametrize("method", EQUAL_OR_APART.values(), ids=EQUAL_OR_APART)
 def test_agreement_is_one_among_equals_and_one_over_k_among_strangers(method: Method) -> None:
-    (alike,) = planted(lambda rank, index: apart(0, index), method, replicas=4)
+    (alike,) = planted(lambda *_: apart(0, 0), method, replicas=4)
     assert alike["layers"][0]["agreement"] == pytest.approx(1.0, abs=0.01)  # one bit is a rounded mean
     (strange,) = planted(apart, method, replicas=4)
     assert strange["layers"][0]["agreement"] == pytest.approx(0.25, abs=0.003)
@@ -166,7 +168,7 @@ def test_a_round_that_repeats_and_one_that_does_not() -> None:
     """Rounds 0 and 1 are alike, round 2 is the opposite of round 1, and round 3 moves other values."""
     method = overtone.decoupled(every=1, keep=128, bits=32, transform="none")
     places = [(0, 1.0), (0, 1.0), (0, -1.0), (5, 1.0)]
-    records = planted(lambda rank, index: places[index][1] * apart(places[index][0], 0), method, rounds=4)
+    records = planted(lambda _, index: places[index][1] * apart(places[index][0], 0), method, rounds=4)
     layers = [record["layers"][0] for record in records]
     assert "cosine" not in layers[0]
     assert "repeated" not in layers[0]
@@ -374,7 +376,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda record: None, "line 2: not a record of a look"),
+        (lambda _: None, "line 2: not a record of a look"),
         (lambda record: record | {"format": 9}, "line 2: a record of format 9; overtone .* reads format 1"),
         (lambda record: record | {"round": "2"}, "line 2: a damaged record .*round is not what it should be"),
         (lambda record: {k: v for k, v in record.items() if k != "whole"}, r"line 2: a damaged record .*'whole'"),
@@ -391,3 +393,123 @@ def test_a_damaged_record_is_named(run: Path, damage: Any, told: str, tmp_path: 
     (tmp_path / spectrum.NAME).write_text("\n".join(lines) + "\n")
     with pytest.raises(NotALogError, match=told):
         spectrum.read(tmp_path)
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_records_of_all_runs(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "runs" / "other"
+    simulate(replace(configured(other), choice=MethodChoice("diloco", every=4)))
+    simulate(replace(configured(tmp_path / "runs" / "plain"), spectrum=0))  # left out: it has no records
+    found = spectrum_data.find([run, tmp_path / "runs", run])
+    assert [one.path for one in found] == [run, other]
+    data = spectrum_data.data(found, "title")
+    assert [(one["label"], one["basis"], len(one["records"])) for one in data["runs"]] == [
+        ("decoupled", "dct", 3),
+        ("diloco", None, 3),
+    ]
+    seen = data["runs"][0]["records"][2]["whole"]["cosine"]
+    assert seen == pytest.approx(spectrum.read(run)[2]["whole"]["cosine"], rel=0.01)
+    with pytest.raises(NotALogError, match="plain: has no records of the signal"):
+        spectrum_data.find([run, tmp_path / "runs" / "plain"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("spectrum {run} --out page.pdf", "out page.pdf: a page ends in .html"),
+        ("spectrum {run} --out none/page.html", "there is no directory none; create it first"),
+        ("spectrum nowhere", "nowhere: no such file or directory"),
+        ("spectrum --out page.html", "runs: give at least one"),
+        ("simulate --method ddp --spectrum 4 --out here", "spectrum=4: ddp exchanges gradients"),
+        ("train --method alone --spectrum 4 --out here", "spectrum=4: alone exchanges nothing"),
+        ("simulate --spectrum 4", "spectrum=4: there is no directory for its records; give one with --out"),
+    ],
+)
+def test_a_wrong_command_line_ends_in_one_line(run: Path, words: str, told: str, tmp_path: Path) -> None:
+    status, _, said = shared().run([word.format(run=run) for word in words.split()], {}, tmp_path)
+    assert status == 2
+    assert told in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "here").exists()
+
+
+SHOWN = """(id) => overtone.chart(document.getElementById(id)).data.datasets.map(({label, data}) => ({label, data}))"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_the_page_shows_what_was_recorded(run: Path, colours: str, tmp_path: Path) -> None:
+    if reason := web.missing():
+        pytest.skip(reason)
+    file = tmp_path / "page.html"
+    status, printed, _ = shared().run(["spectrum", str(run), "--out", str(file), "--title", "<b>"], {}, tmp_path)
+    assert (status, f"page: {file}" in printed) == (0, True)
+    records = spectrum.read(run)
+    with web.browser() as chromium:
+        visit = web.Visit(chromium, file, colours=colours)
+        page = visit.page
+        assert page.locator("h1").inner_text() == "<b>"
+        lines = {one["label"]: one["data"] for one in visit.run(SHOWN, "energy")}
+        assert list(lines) == ["no transform", "DCT", "Hadamard", "Gaussian"]
+        index = STRONGEST.index(128)
+        wanted = [record["whole"]["energy"]["owed"]["dct"][index] for record in records]
+        assert [point["y"] for point in lines["DCT"]] == pytest.approx(wanted, rel=0.01)
+        assert [point["x"] for point in lines["DCT"]] == [record["step"] for record in records]
+        # Another number of strongest values, another vector, another layer.
+        page.locator("#strongest input[value='8']").check()
+        page.locator("#of input[value='drift']").check()
+        name = next(layer["name"] for layer in records[0]["layers"] if "energy" in layer)
+        page.locator("#layer").select_option(name)
+        layers = [next(layer for layer in record["layers"] if layer["name"] == name) for record in records]
+        lines = {one["label"]: one["data"] for one in visit.run(SHOWN, "energy")}
+        wanted = [layer["energy"]["drift"]["none"][0] for layer in layers]
+        assert [point["y"] for point in lines["no transform"]] == pytest.approx(wanted, rel=0.01)
+        assert name in page.locator("#energy-title").inner_text()
+        # The level of agreement is 1 / K, and the first round has no round before it.
+        drawn = {one["label"]: one["data"] for one in visit.run(SHOWN, "chart-agreement")}
+        assert [point["y"] for point in drawn["1 / replicas"]] == [0.5] * 3
+        drawn = {one["label"]: one["data"] for one in visit.run(SHOWN, "chart-cosine")}
+        first, *later = [point["y"] for point in drawn[name]]
+        assert first is None
+        assert later == pytest.approx([layer["cosine"] for layer in layers[1:]], rel=0.01)
+        # The grids and the table follow the round.
+        chunked = sum("energy" in layer for layer in records[0]["layers"])
+        assert page.locator("#maps figure").count() == chunked + 1
+        page.locator("#at").fill("0")
+        assert "step 4 (round 0)" in page.locator("#at-words").inner_text()
+        strongest = max(layers[0]["frequencies"])
+        told = page.locator(f"#maps figcaption[title='{name}'] + .map").get_attribute("aria-label")
+        assert f"{100 * strongest:.1f}%" in str(told)
+        assert page.locator("#table tbody tr").count() == len(records[0]["layers"]) + 1
+        assert page.locator("#table tbody tr.chosen").inner_text().startswith(name)
+        # A click on a grid chooses its layer.
+        page.locator("#maps figure").first.click()
+        assert page.locator("#layer").input_value() == "all layers"
+        assert visit.run("document.documentElement.scrollWidth") <= 1280
+        assert visit.complaints == []
+        assert [url for url in visit.requests if not url.startswith(("file://", "blob:", "data:"))] == []
+        visit.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["diloco", "published"])
+def test_a_page_leaves_out_what_a_method_has_not(name: str, tmp_path: Path) -> None:
+    if reason := web.missing():
+        pytest.skip(reason)
+    simulate(replace(configured(tmp_path / "run"), choice=MethodChoice(name, every=4)))
+    file = tmp_path / "page.html"
+    spectrum_data.write(file, spectrum_data.find([tmp_path / "run"]), "title")
+    with web.browser() as chromium:
+        visit = web.Visit(chromium, file, width=390)
+        charts = visit.run("[...document.querySelectorAll('canvas')].map(({id}) => id)")
+        dense = name == "diloco"
+        assert ("chart-agreement" in charts) is dense
+        assert ("chart-repeated" in charts) is not dense
+        assert "chart-residual" not in charts
+        assert visit.page.locator("#of").is_hidden() is dense
+        assert ("sends every value" in visit.page.locator("#energy-hint").inner_text()) is dense
+        assert visit.run("document.documentElement.scrollWidth") <= 390
+        assert visit.complaints == []
+        visit.close()
