@@ -21,8 +21,10 @@ from torch import Tensor
 
 from overtone.codec import Decoded, TopK
 from overtone.coding.chunks import Slab, matrix_shape
+from overtone.coding.kernels import kernels_for
 from overtone.coding.layout import Layout, inner_part, part_of
 from overtone.coding.spectrum import (
+    energy,
     energy_of_strongest,
     gaussian_share,
     over_frequencies,
@@ -67,6 +69,7 @@ class Probe:
     ) -> None:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.device = device
+        self.kernels = kernels_for(layout.size, device)
         self.rounds = rounds
         self.write = write
         self.selects = isinstance(method.codec, TopK)
@@ -125,14 +128,14 @@ class Look:
             values = probe.layout.read_slab(slab, plus, minus, probe.device).values()
             owners = tensors_of(slab, probe.device)
             if self.measures:
-                self._sums.add("drift", owners, products(values, values, slab.units))
+                self._sums.add("drift", owners, energy(values, slab.units))
                 self._spread("drift", slab, values, owners)
             if memory is None:
                 continue
             before = part_of(memory.drift, slab)
             if self.compares:
                 self._sums.add("both", owners, products(values, before, slab.units))
-                self._sums.add("before", owners, products(before, before, slab.units))
+                self._sums.add("before", owners, energy(before, slab.units))
             if self.remembers:
                 before.copy_(values)
 
@@ -155,7 +158,7 @@ class Look:
         marks = part_of(memory.sent, piece)
         if self.compares:
             again, owners = marks.gather(1, index), self._owners(slab, piece)
-            self._sums.add("again", owners, products(again, again, piece.chunks))
+            self._sums.add("again", owners, again.sum(1, dtype=torch.float64))
             self._sums.add("positions", owners, torch.full_like(owners, index.shape[1], dtype=torch.float64))
         if self.remembers:
             marks.zero_().scatter_(1, index, True)
@@ -166,13 +169,13 @@ class Look:
         if not self.measures:
             return
         if (residual := state.get("residual")) is not None:
-            self._sums.add("residual", tensors_of(slab, self.probe.device), products(residual, residual, slab.units))
+            self._sums.add("residual", tensors_of(slab, self.probe.device), energy(residual, slab.units))
         for piece, sent in self._sent.pop(slab.offset, ()):
             owners, here = self._owners(slab, piece), inner_part(mean, slab, piece)
             heard = here if sent.index is None else here.gather(1, sent.index)
             values = sent.values.to(heard.device)
             self._sums.add("heard", owners, products(values, heard, piece.units))
-            self._sums.add("sent", owners, products(values, values, piece.units))
+            self._sums.add("sent", owners, energy(values, piece.units))
 
     def end(self, done: Round, step: int) -> None:
         """The round is over: write its record. ``step`` is the number of local steps when the drift was measured."""
@@ -212,20 +215,20 @@ class Look:
             return
         probe, sums, shape = self.probe, self._sums, (slab.chunks, slab.h, slab.w)
         counts = [TopK(keep=count).kept(slab) for count in STRONGEST]
-        sums.add(f"{of} in chunks", owners, products(values, values, slab.chunks))
+        sums.add(f"{of} in chunks", owners, energy(values, slab.chunks))
         for basis in probe.bases:
             transform, here = TRANSFORMS[basis], values
             if coeffs is not None and basis == probe.ruler.transform:
                 here = coeffs
             elif transform is not None:
                 here = transform.forward(values.view(shape)).view(values.shape)
-            sums.add((of, basis), owners, energy_of_strongest(here, counts))
+            sums.add((of, basis), owners, energy_of_strongest(here, counts, probe.kernels))
             if of == ("owed" if probe.selects else "drift"):  # the vector that is selected from
                 if transform is DCT:
-                    selected = strongest_only(here, probe.ruler.kept(slab)).view(shape)
+                    selected = strongest_only(here, probe.ruler.kept(slab), probe.kernels).view(shape)
                     sums.add("frequencies", owners, over_frequencies(selected))
                 elif transform is None:
-                    self._place(slab, strongest_only(here, probe.ruler.kept(slab)))
+                    self._place(slab, strongest_only(here, probe.ruler.kept(slab), probe.kernels))
         if of == "drift":
             gaussian = [slab.area * gaussian_share(count / slab.area) for count in counts]
             for name, row in (("gaussian", gaussian), ("values", [slab.area])):
