@@ -23,7 +23,7 @@ from overtone.coding.transforms import DCT
 from overtone.errors import ConfigError, NotALogError
 from overtone.exchange.probe import Probe
 from overtone.exchange.spectrum import STRONGEST, Spectrum
-from overtone.report import comparison, spectrum_data
+from overtone.report import compare, comparison, spectrum_data
 from overtone.report.comparison import Comparison
 from overtone.runs import log as runlog
 from overtone.runs import spectrum
@@ -165,18 +165,33 @@ def test_agreement_is_one_among_equals_and_one_over_k_among_strangers(method: Me
 
 
 def test_a_round_that_repeats_and_one_that_does_not() -> None:
-    """Rounds 0 and 1 are alike, round 2 is the opposite of round 1, and round 3 moves other values."""
+    """Rounds 0 and 1 are alike, round 2 is the opposite of round 1, round 3 moves other values, and round 4 those of
+    round 2 again: only the round before counts."""
     method = overtone.decoupled(every=1, keep=128, bits=32, transform="none")
-    places = [(0, 1.0), (0, 1.0), (0, -1.0), (5, 1.0)]
-    records = planted(lambda _, index: places[index][1] * apart(places[index][0], 0), method, rounds=4)
+    places = [(0, 1.0), (0, 1.0), (0, -1.0), (5, 1.0), (0, 1.0)]
+    records = planted(lambda _, index: places[index][1] * apart(places[index][0], 0), method, rounds=5)
     layers = [record["layers"][0] for record in records]
     assert "cosine" not in layers[0]
     assert "repeated" not in layers[0]
-    assert [layer["cosine"] for layer in layers[1:]] == pytest.approx([1.0, -1.0, 0.0])
-    assert [layer["repeated"] for layer in layers[1:]] == [1.0, 1.0, 0.0]
+    assert [layer["cosine"] for layer in layers[1:]] == pytest.approx([1.0, -1.0, 0.0, 0.0])
+    assert [layer["repeated"] for layer in layers[1:]] == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_only_the_round_before_is_compared_with() -> None:
+def test_a_round_that_was_refused_is_not_compared_with() -> None:
+    replica = Replica(*build(0), overtone.decoupled(every=1), overtone.Solo())
+    records, stream = watch(replica), batches(0)
+    for refused in (False, True, False, False):
+        backward(replica, next(stream))
+        if not refused:
+            replica.step()
+            continue
+        replica.local_step()
+        replica.exchanger.refuse(replica.exchanger.start(replica._inner_step))
+    assert [record["round"] for record in records] == [0, 1, 2]
+    assert ["cosine" in record["whole"] for record in records] == [False, False, True]
+
+
+def test_memory_is_free_between_looks() -> None:
     method = overtone.decoupled(every=1, keep=128)
     cluster = Cluster(build, method, replicas=2)
     first, streams = cluster.replicas[0], [batches(rank) for rank in range(2)]
@@ -355,6 +370,23 @@ def test_a_comparison_looks_at_the_methods_that_exchange_drift(tmp_path: Path) -
         comparison.cells(replace(asked, methods=("alone", "ddp")), tmp_path)
     with pytest.raises(ConfigError, match="spectrum=3: ddp exchanges gradients"):
         comparison.cells(replace(asked, methods=("decoupled", "ddp:spectrum=3")), tmp_path)
+
+
+def test_a_comparison_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Its logs do not name the option, so it was at its default."""
+    asked = Comparison(methods=("decoupled",), every=4, task=TASK, training=Training(steps=8, batch=4))
+    (cell,) = comparison.cells(asked, tmp_path)
+    assert isinstance(cell.config, Simulation)
+    simulate(cell.config)
+    first, *others = (cell.folder / runlog.NAME).read_text().splitlines()
+    event = json.loads(first)
+    assert event["config"].pop("spectrum") == 0
+    (cell.folder / runlog.NAME).write_text("\n".join([json.dumps(event), *others]) + "\n")
+    states = compare.make([cell], workers=1, watch=lambda _: None)
+    assert states[cell.folder].state == "kept"
+    other = replace(cell, config=replace(cell.config, spectrum=3))
+    with pytest.raises(ConfigError, match="was run with spectrum=0, and 3 is asked for now"):
+        compare.make([other], workers=1, watch=lambda _: None)
 
 
 def test_a_directory_without_records_says_how_to_get_them(tmp_path: Path) -> None:

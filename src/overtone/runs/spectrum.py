@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from overtone.coding.spectrum import BANDS
 from overtone.errors import ConfigError, NotALogError, RunLogError, shortened
 from overtone.exchange.probe import Probe
 from overtone.exchange.spectrum import FORMAT, Seen, Spectrum
@@ -135,7 +136,7 @@ def _check_seen(seen: Seen, counts: int) -> None:
     for lines in (seen["gaussian"], *(line for energy in seen["energy"].values() for line in energy.values())):
         _expect(len(lines) == counts and all(map(_is_number, lines)), "energy")
     for name, grid in (("frequencies", seen["frequencies"]), ("places", seen["places"])):
-        _expect(len(grid) == 64 and all(map(_is_number, grid)), name)
+        _expect(len(grid) == BANDS**2 and all(map(_is_number, grid)), name)
 
 
 def _is_number(value: object) -> bool:

@@ -25,7 +25,8 @@ function showEnergy() {
   const title = `Energy in the strongest ${state.strongest} of 4096`;
   byId("energy-title").textContent = `${title}: ${VECTORS[vector()].toLowerCase()}, ${state.layer}`;
   byId("energy-hint").textContent =
-    "Share of the energy that the strongest values of each chunk have, in each basis. At the dashed level, the values are like noise: no basis helps. " +
+    "Share of the energy that the strongest values of each chunk have, in each basis. At the dashed level, the values are like noise: the basis does not help. " +
+    (vector() === "owed" ? "Below it, the strongest were sent before, and weaker ones have gathered. " : "Below it, they are more alike than noise. ") +
     (run().basis ? `The method selects in the basis ${BASES[run().basis] ?? run().basis}.` : "The method selects nothing: it sends every value.");
   byId("energy").setAttribute("aria-label", byId("energy-title").textContent);
   draw(byId("energy"), energyChart);
