@@ -65,6 +65,10 @@ COMMANDS = {
     "report": Command(
         "overtone.cli.report", "run_report", "Make one page of any runs, real or simulated, and its table as files.",
     ),
+    "spectrum": Command(
+        "overtone.cli.spectrum", "run_spectrum",
+        "Draw the signal of runs that were made with --spectrum, per layer and over time, on one page.",
+    ),
     "plan": Command(
         "overtone.cli.plan", "run_plan", "Print how each tensor of a model travels, and the bytes of a round.",
     ),

@@ -88,6 +88,7 @@ SIZES = {  # of a transformer
 WRITING = {
     "eval_every": Limit("steps between validations", 1, COUNT),
     "log_every": Limit("steps between lines of the run log", 1, COUNT),
+    "spectrum": Limit("rounds whose signal is looked at", 0, COUNT),
 }
 STEPS = Limit("local steps of every replica", 1, COUNT)
 BATCH = Limit("samples of a replica and step", 1, 10**9)

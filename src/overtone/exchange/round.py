@@ -32,6 +32,7 @@ from overtone.exchange.inner_step import InnerStep
 from overtone.exchange.message import NOBODY, Expected, Header, Kind, Seal
 from overtone.exchange.parameters import Parameters
 from overtone.exchange.pattern import Context, Contribution, Received
+from overtone.exchange.probe import Probe
 from overtone.exchange.signals import Sources
 from overtone.exchange.slab_work import Energies, SlabWork
 from overtone.exchange.state import ExchangeState
@@ -102,6 +103,7 @@ class Exchanger:
         self._clock: Callable[[], float] = getattr(transport, "now", time.perf_counter)
         self._started: float | None = None  # when the last round started
         self.in_flight: Pending | None = None  # the round whose exchange goes on beside the training
+        self.probe: Probe | None = None  # looks at some of the rounds, if it is set
 
     # -- first half ------------------------------------------------------------------------------------------------
 
@@ -117,6 +119,8 @@ class Exchanger:
         work, scale = self.work(row), self._loss_scale(inner_step)
         if self.state.under_way:
             raise StateError("start: a round is under way already; finish it, or load a saved state")
+        if self.probe is not None and method is None:
+            work = replace(work, look=self.probe.look(self.state.rounds, len(self.transport.peers)))
         header = self.header(Kind.ROUND if method is None else Kind.DRAIN)
         sources = self.signal.measure(overlapped=overlapped)
         # `why` is the reason if this replica cannot take part. An overflow under a GradScaler is no failure.
@@ -293,7 +297,11 @@ class Exchanger:
             pending.inner_step.take()
         record = replace(self._record(pending, received, seconds), seconds_hidden=hidden)
         tell = pending.contribution.tell
-        return record if tell is None else replace(record, keep=tell.keep, control=why)
+        if tell is not None:
+            record = replace(record, keep=tell.keep, control=why)
+        if pending.work.look is not None:
+            pending.work.look.end(record, pending.steps)
+        return record
 
     def _count_flight(self, pending: Pending, waited: float) -> None:
         """Add the cost of an overlapped exchange to the ledger: after its end, so that no checkpoint has half of it."""

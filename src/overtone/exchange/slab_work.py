@@ -15,6 +15,7 @@ from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels
 from overtone.coding.layout import Layout, inner_part, parts_of
 from overtone.exchange.dealing import Deal
+from overtone.exchange.probe import Look
 from overtone.exchange.signals import Sources
 from overtone.rules import Rule, State
 
@@ -75,6 +76,7 @@ class SlabWork:
     codec: Codec
     deal: Deal
     energies: Energies | None = None  # measured only where a controller asks for them
+    look: Look | None = None  # sees all that passes by, if this round is looked at
 
     def encode(self, state: State, sources: Sources, *, scale: float = 1.0) -> tuple[list[Block], Tensor]:
         """Signal → rule → codec → blocks. Returns the blocks, and the norm of the signal in each slab."""
@@ -83,10 +85,14 @@ class SlabWork:
         minus = None if sources.minus is None else layout.matrices(sources.minus)
         blocks: list[Block] = []
         norms: list[Tensor | float] = []
+        if self.look is not None:
+            self.look.measure(plus, minus)
         for slab in layout.slabs:
             signal = layout.read_slab(slab, plus, minus, self.device, self.kernels, scale)
             coeffs = self.rule.accumulate(parts_of(state, slab), signal)
             norms.append(signal.norm())
+            if self.look is not None:
+                self.look.select(slab, coeffs)
             for number in self.deal.inside[slab.offset]:
                 piece = self.deal.pieces[number].slab
                 here = coeffs if piece is slab else inner_part(coeffs, slab, piece)
@@ -96,6 +102,8 @@ class SlabWork:
                 self.rule.sent(parts_of(state, piece), decoded)
                 if self.energies is not None:
                     self.energies.add_sent(decoded.values)
+                if self.look is not None:
+                    self.look.send(slab, piece, decoded)
                 blocks.append(block)
         return blocks, torch.stack([torch.as_tensor(n, dtype=torch.float32, device=self.device) for n in norms])
 
@@ -111,6 +119,8 @@ class SlabWork:
             if received.may_return:
                 for piece, decoded in received.returned(slab):
                     self.rule.withdraw(parts_of(state, piece), decoded)
+            if self.look is not None:
+                self.look.hear(slab, mean, here)
             self.rule.absorb(here, mean, layout.target(slab, matrices, self.kernels))
         for matrix, target in zip(matrices, targets, strict=True):
             # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.

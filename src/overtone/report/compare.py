@@ -85,7 +85,8 @@ def _before(cell: Cell) -> Progress:
         _clear(cell)
         return Progress()
     wanted = {"simulated": isinstance(cell.config, Simulation), **toml.flat(cell.config.resolved())}
-    there = {**found.config, "simulated": found.simulated}
+    # An option that the version which made the run did not have was at its default.
+    there = {**toml.flat(type(cell.config)()), **found.config, "simulated": found.simulated}
     for key, value in sorted(wanted.items(), key=lambda item: item[0] in FOLLOWS):
         if key not in history.PLACE and there.get(key) != value and not _is_same_path(there.get(key), value):
             raise ConfigError(

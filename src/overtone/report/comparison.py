@@ -15,6 +15,7 @@ from overtone.report import history
 from overtone.report.history import History
 from overtone.runs import directory, toml
 from overtone.runs.config import Logging, MethodChoice, Network, Run, Saving, Shared, Simulation, handed_on
+from overtone.runs.spectrum import refuse_unfit
 from overtone.tasks import refuse_missing
 
 CELLS = "runs"  # the directory of the runs, below the comparison's own
@@ -96,6 +97,7 @@ def cells(asked: Comparison, folder: Path) -> list[Cell]:
             "processes: real replicas use the real network; leave out bandwidth, latency and step_seconds"
         )
     entries: dict[str, str] = {}  # by the run that they mean
+    looks = 0
     for entry in asked.methods:
         config = configured(asked, entry, 0, folder)
         refuse_missing(config.task)  # here, once, and not in every run
@@ -103,6 +105,12 @@ def cells(asked: Comparison, folder: Path) -> list[Cell]:
         if meaning in entries:
             raise ConfigError(f"methods {entry}: the same run as {entries[meaning]}; give one of them")
         entries[meaning] = entry
+        looks += _looks(config)
+    if asked.spectrum and not looks:
+        raise ConfigError(
+            f"spectrum={asked.spectrum}: none of {', '.join(asked.methods)} exchanges drift, and only a drift can be "
+            "looked at; leave it out, or add a method such as decoupled"
+        )
     found: list[Cell] = []
     for seed in asked.seeds:
         for number, entry in enumerate(asked.methods):
@@ -128,7 +136,15 @@ def configured(asked: Comparison, entry: str, seed: int, out: Path) -> Simulatio
         if key in values:
             raise ConfigError(f"methods {entry}: {key} is given twice; give it once")
         values[key] = value
-    return replace(toml.updated(base, values, f"methods {entry}"), seed=seed, out=out)
+    if asked.spectrum and not choice.build().signal.keeps_start:
+        values.setdefault("spectrum", 0)  # no drift to look at
+    config = replace(toml.updated(base, values, f"methods {entry}"), seed=seed, out=out)
+    refuse_unfit(_looks(config), config.choice.build())
+    return config
+
+
+def _looks(config: Simulation | Run) -> int:
+    return config.saving.spectrum if isinstance(config, Run) else config.spectrum
 
 
 def _settings(entry: str, settings: str) -> Iterator[tuple[str, Any]]:

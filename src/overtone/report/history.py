@@ -23,7 +23,7 @@ PLACE = frozenset(("out", "json", "device", "threads", "timeout", "port", "track
 ASIDE = PLACE | frozenset(
     (
         "seed", "replicas", "task", "model", "data", "tokenizer", "bandwidth", "latency", "step_seconds", "eval_every",
-        "log_every", "checkpoint_every", "keep_checkpoints",
+        "log_every", "spectrum", "checkpoint_every", "keep_checkpoints",
     )
 )  # fmt: skip
 

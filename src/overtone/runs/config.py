@@ -145,6 +145,8 @@ class Logging:
     """Steps between two validations. By default a tenth of all steps, rounded up to the end of a round."""
     log_every: int = 10
     """Steps between two lines of the run log."""
+    spectrum: int = 0
+    """Rounds whose signal is looked at, spread over the run; `overtone spectrum` draws it. 0: none."""
 
 
 SAVING = {

@@ -13,7 +13,7 @@ from torch import nn
 from overtone.common.machine_errors import in_words
 from overtone.errors import ConfigError, MismatchError
 from overtone.replica import Replica
-from overtone.runs import directory, optimizers, toml
+from overtone.runs import directory, optimizers, spectrum, toml
 from overtone.runs.advice import warn_of_few_rounds
 from overtone.runs.checkpoint.run_state import RunState, first_difference
 from overtone.runs.config import Run
@@ -42,6 +42,7 @@ def open_run(config: Run, transport: Solo | Torch, *, resume: bool, stop: StopRe
     """
     begun = time.perf_counter()
     config = config.resolved()
+    spectrum.refuse_unfit(config.saving.spectrum, config.choice.build())
     coordinator = Coordinator(transport)
     task, feed = coordinator.all_succeed(lambda: _load(config, transport))
     fixed = _fixed(config, task)

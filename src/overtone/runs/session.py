@@ -17,7 +17,7 @@ from rich.console import Console
 from overtone.common.machine_errors import in_words
 from overtone.errors import GaveUpError
 from overtone.replica import Replica
-from overtone.runs import directory, log, toml, trackers
+from overtone.runs import directory, log, spectrum, toml, trackers
 from overtone.runs.checkpoint.index import CheckpointId, newest_common
 from overtone.runs.checkpoint.run_state import RunState
 from overtone.runs.checkpoint.writer import CheckpointWriter
@@ -122,6 +122,8 @@ class Session:
         if self.replica.transport.rank == 0:
             sinks = trackers.sinks(self.folder, self.config.saving.track, self.replica.steps)
             self.recorder.open(log.RunLog(self.folder, [*sinks, View(Console(stderr=True))]))
+            steps, looks = self.config.training.steps, self.config.saving.spectrum
+            spectrum.attach(self.replica, self.folder, steps=steps, looks=looks)
 
     def _write_first_event(self, *, resume: bool) -> None:
         """Write "start" or "resume". A collective."""

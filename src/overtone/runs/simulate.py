@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from overtone.errors import GaveUpError
-from overtone.runs import directory, log, optimizers, toml
+from overtone.errors import ConfigError, GaveUpError
+from overtone.runs import directory, log, optimizers, spectrum, toml
 from overtone.runs.advice import warn_of_few_rounds
 from overtone.runs.config import Simulation
 from overtone.runs.evaluate import ClusterEvaluator, evaluate
@@ -32,6 +32,9 @@ def simulate(config: Simulation, progress: Progress | None = None) -> dict[str, 
     """Train, finish, evaluate. The result is repeatable to the bit, except for ``wall_seconds``."""
     begun = time.perf_counter()
     config = config.resolved()
+    spectrum.refuse_unfit(config.spectrum, config.choice.build())
+    if config.spectrum and config.out is None:
+        raise ConfigError(f"spectrum={config.spectrum}: there is no directory for its records; give one with --out")
     with ExitStack() as stack:
         if config.out is not None:
             directory.refuse_used(config.out, "choose another --out")
@@ -79,6 +82,7 @@ def _recorder(config: Simulation, task: Task, cluster: Cluster) -> RunRecorder:
     recorder = RunRecorder(first, timer, steps=config.training.steps, virtual_clock=lambda: cluster.clock - setup)
     if config.out is not None:
         recorder.open(log.RunLog(config.out))
+        spectrum.attach(first, config.out, steps=config.training.steps, looks=config.spectrum)
         recorder.start(beginning(config, task, first, [log.this_host(first.device)], config.out))
     return recorder
 

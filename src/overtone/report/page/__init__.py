@@ -1,6 +1,7 @@
-"""The report page as one HTML file: template, style, scripts and data in a single text that needs no network.
+"""A page as one HTML file: template, styles, scripts and data in a single text that needs no network.
 
-The scripts are plain JavaScript, one file per idea, joined in the order of ``SCRIPTS``; Chart.js draws.
+There are two pages: the report of runs side by side, and the spectrum of the signal of each run. The scripts are plain
+JavaScript, one file per idea, joined in the order of the list; Chart.js draws.
 """
 
 from __future__ import annotations
@@ -13,23 +14,33 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-SCRIPTS = ("dom", "words", "theme", "link", "series", "names", "charts", "table", "runs", "page")
+SCRIPTS = ("dom", "words", "theme", "canvas", "link", "series", "names", "charts", "table", "runs", "page")
+SPECTRUM_SCRIPTS = ("dom", "words", "theme", "canvas", "spectrum_view", "spectrum_charts", "spectrum_page")
 # Inside a script element these texts would end it, hide the rest of the page, or break a line of JavaScript.
 ESCAPES = {"</": "<\\/", "<!--": "<\\u0021--", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def html(data: Mapping[str, Any]) -> str:
-    """The whole page. ``data`` comes from `page_data.data`; numbers that are not finite become null."""
+    """The report page. ``data`` comes from `page_data.data`; numbers that are not finite become null."""
+    return _filled("template.html", ("page.css",), SCRIPTS, data)
+
+
+def spectrum_html(data: Mapping[str, Any]) -> str:
+    """The page of the signal. ``data`` comes from `spectrum_data.data`."""
+    return _filled("spectrum.html", ("page.css", "spectrum.css"), SPECTRUM_SCRIPTS, data)
+
+
+def _filled(template: str, styles: Sequence[str], scripts: Sequence[str], data: Mapping[str, Any]) -> str:
     parts = {
         "title": markup.escape(str(data["title"])),
-        "style": _text("page.css"),
+        "style": "\n".join(map(_text, styles)),
         "dark": _text("dark.css"),
         "chart": _text("vendor/chart.umd.min.js"),
-        "scripts": "\n".join(_text(f"{name}.js") for name in SCRIPTS),
+        "scripts": "\n".join(_text(f"{name}.js") for name in scripts),
         "data": _embedded(data),
     }
     # In one pass, so that a placeholder inside a part is not replaced.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text("template.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text(template))
 
 
 def _text(name: str) -> str:

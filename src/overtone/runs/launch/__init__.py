@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from overtone.runs import directory, toml
+from overtone.runs import directory, spectrum, toml
 from overtone.runs.config import Run
 from overtone.runs.launch.inside import in_world, is_replica, one_replica, threads_of
 from overtone.runs.launch.supervisor import refuse_too_many, spawn
@@ -27,7 +27,7 @@ def train(config: Run, *, resume: bool) -> None:
 
 def all_replicas(config: Run, *, resume: bool) -> None:
     """Start all replicas with the same configuration, and wait for them. Whatever must fail is refused before."""
-    config.choice.build()
+    spectrum.refuse_unfit(config.saving.spectrum, config.choice.build())
     folder = config.out or directory.fresh(config.choice.method)
     if not resume:
         directory.refuse_used(folder)
