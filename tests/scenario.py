@@ -32,7 +32,7 @@ METHODS = {
     "diloco, delayed": overtone.diloco(every=EVERY, delay=1),
     "decoupled_hadamard": small(partial(overtone.decoupled, transform="hadamard")),
     "published, delayed": overtone.published(**SMALL, delay=EVERY),
-    "decoupled, thin": overtone.decoupled(every=EVERY, preset="thin", exchange="gathered"),
+    "decoupled, thin": overtone.decoupled(**SMALL, preset="thin", exchange="gathered"),
     "decoupled, budget": overtone.decoupled(every=EVERY, budget="10kB", exchange="gathered"),
     "decoupled, sharded, budget, delayed": overtone.decoupled(every=EVERY, budget="10kB", exchange="sharded", delay=2),
 }
