@@ -35,6 +35,11 @@ PAYLOADS: dict[str, tuple[TopK, list[tuple[int, ...]], dict[int, float]]] = {
     "one chunk, 1 bit": (TopK(keep=512, bits=1, chunk=8, transform="none", plain_below=0), [(8, 8)], {}),
     "2 bits, an exception": (TopK(keep=2048, bits=2, chunk=8, transform="none", plain_below=0), [(8, 8)], {37: -70.0}),
     "edges, 4 bits": (TopK(keep=1024, bits=4, chunk=8, transform="none", plain_below=20), [(10, 13), (3,), (2, 2)], {}),
+    "some plain values": (
+        TopK(keep=1024, bits=1, chunk=8, transform="none", plain_below=20, plain_keep=1024),
+        [(10, 13), (9,), (2, 2)],
+        {},
+    ),
     "8 bits": (TopK(keep=512, bits=8, chunk=8, transform="none", plain_below=0), [(8, 16)], {}),
     "bf16": (TopK(keep=512, bits=16, chunk=8, transform="none", plain_below=0), [(8, 8)], {3: 1e38}),
     "fp32": (TopK(keep=64, bits=32, chunk=8, transform="none", plain_below=0), [(8, 8)], {5: 1e-42}),
@@ -82,6 +87,7 @@ DEALS: dict[str, tuple[TopK, int | None, list[tuple[int, ...]], list[int], int]]
         5,
     ),
     "large chunks": (TopK(keep=64, bits=4, chunk=128, transform="none"), None, [(300, 300), (2000,)], [], 4),
+    "some plain values": (TopK(keep=64, plain_keep=300), None, [(70, 70), (2000,), (500,)], [], 4),
     "many replicas": (TopK(keep=32, bits=1), None, [(640, 512), (640,), (512, 100)], [640, 640], 12),
 }
 # Name: the same without buffers, the part, and values of the mean to put somewhere, by position.
@@ -99,6 +105,14 @@ LETTERS: dict[str, tuple[TopK, int | None, list[tuple[int, ...]], int, int, dict
         TopK(keep=256, bits=1, chunk=8, transform="none", plain_below=20),
         None,
         EDGES,
+        3,
+        2,
+        {},
+    ),
+    "some plain values": (
+        TopK(keep=256, bits=1, chunk=8, transform="none", plain_below=20, plain_keep=700),
+        None,
+        [*EDGES, (40,)],
         3,
         2,
         {},
@@ -136,6 +150,7 @@ def payload_vector(name: str) -> dict[str, Any]:
         "bits": codec.bits,
         "chunk": codec.chunk,
         "plain_below": codec.plain_below,
+        "plain_keep": codec.plain_keep,
         "shapes": [list(shape) for shape in shapes],
         "payload": payload.hex(),
         "decoded": {str(i): sent[i].item() for i in where.tolist()},
@@ -148,7 +163,7 @@ def dealt(codec: TopK, keep_down: int | None, shapes: list[tuple[int, ...]], buf
 
 
 def codec_numbers(codec: TopK, keep_down: int | None, shapes: list[tuple[int, ...]], replicas: int) -> dict[str, Any]:
-    numbers = {name: getattr(codec, name) for name in ("keep", "bits", "chunk", "plain_below")}
+    numbers = {name: getattr(codec, name) for name in ("keep", "bits", "chunk", "plain_below", "plain_keep")}
     return {**numbers, "keep_down": keep_down, "shapes": [list(shape) for shape in shapes], "replicas": replicas}
 
 
@@ -158,7 +173,7 @@ def deal_vector(name: str) -> dict[str, Any]:
     return {
         **codec_numbers(codec, keep_down, shapes, replicas),
         "buffers": buffers,
-        "letters": {"keep": letters.keep, "bits": letters.bits},
+        "letters": {"keep": letters.keep, "plain_keep": letters.plain_keep, "bits": letters.bits},
         "parts": [
             {"pieces": [[piece.offset, piece.size] for piece in found.of(part)], "buffers": list(found.buffers[part])}
             for part in range(replicas)

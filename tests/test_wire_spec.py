@@ -313,21 +313,29 @@ def read_values(source: Bytes, c: int, k: int, bits: int) -> list[float]:
     return values
 
 
+@dataclass(frozen=True)
+class Keep:
+    """`keep` and `plain_keep`, of messages or of letters."""
+
+    chunks: int
+    plain: int = 4096
+
+
 def read_payload(
-    data: bytes, shapes: list[list[int]], keep: int, bits: int, chunk: int, plain_below: int
+    data: bytes, shapes: list[list[int]], keep: int, bits: int, chunk: int, plain_below: int, plain_keep: int = 4096
 ) -> dict[int, float]:
     """Section 3.2: by place in the flat vector, every value that a payload holds."""
     source = Bytes(data)
     decoded: dict[int, float] = {}
     first = 0
     for slab in slabs_of(shapes, chunk, plain_below):
-        decoded |= read_block(source, slab, keep, bits, first)
+        decoded |= read_block(source, slab, Keep(keep, plain_keep), bits, first)
         first += slab.chunks * slab.values
     source.end()
     return decoded
 
 
-def read_block(source: Bytes, slab: Slab, keep: int, bits: int, first: int) -> dict[int, float]:
+def read_block(source: Bytes, slab: Slab, keep: Keep, bits: int, first: int) -> dict[int, float]:
     """The values of one slab, the first value of which has this place in the flat vector."""
     c, a, k = slab.chunks, slab.values, kept_of(slab, keep)
     positions = read_positions(source, c, k, a) if k < a else [range(a)] * c
@@ -335,10 +343,10 @@ def read_block(source: Bytes, slab: Slab, keep: int, bits: int, first: int) -> d
     return {first + i * a + position: next(values) for i, kept in enumerate(positions) for position in kept}
 
 
-def kept_of(slab: Slab, keep: int) -> int:
+def kept_of(slab: Slab, keep: Keep) -> int:
     """k of section 3.2."""
     a = slab.values
-    return a if slab.plain else min(a, max(1, rounded(keep * a, 4096)))
+    return min(a, max(1, rounded((keep.plain if slab.plain else keep.chunks) * a, 4096)))
 
 
 def width_of(slab: Slab, bits: int) -> int:
@@ -400,9 +408,9 @@ def mean_of(sent: list[dict[int, float]], members: int, *, dense: bool) -> dict[
 class Numbers:
     """`keep` and `bits` of messages, and those of letters."""
 
-    keep: int
+    keep: Keep
     bits: int
-    keep_down: int
+    keep_down: Keep
     bits_down: int
 
 
@@ -422,14 +430,13 @@ class Part:
     buffers: list[int]
 
 
-def numbers_of(keep: int, bits: int, keep_down: int | None, members: int) -> Numbers:
+def numbers_of(keep: int, bits: int, keep_down: int | None, members: int, plain_keep: int = 4096) -> Numbers:
     """Section 8.5."""
     bits_down = {1: 1, 2: 1, 4: 16, 8: 16, 16: 16, 32: 32}[bits]
-    if keep_down is not None:
-        return Numbers(keep, bits, keep_down, bits_down)
     most = min(4096, max(512, 2 * keep), members * keep)
     down = most if members <= 16 else max(keep, most * (members + 16) // (2 * members))
-    return Numbers(keep, bits, down, bits_down)
+    letters = Keep(down if keep_down is None else keep_down, min(4096, members * plain_keep))
+    return Numbers(Keep(keep, plain_keep), bits, letters, bits_down)
 
 
 @lru_cache
@@ -440,16 +447,16 @@ def position_cost(a: int, k: int) -> int:
     return 0 if k == a else k * ((a // k).bit_length() + 1)
 
 
-def message_cost(slab: Slab, keep: int, bits: int) -> int:
+def message_cost(slab: Slab, keep: Keep, bits: int) -> int:
     """Section 8.1: the cost of a slab in a message."""
     k, w = kept_of(slab, keep), width_of(slab, bits)
     return slab.chunks * (position_cost(slab.values, k) + k * w + (16 if w < 16 else 0))
 
 
-def letter_cost(slab: Slab, keep: int, bits: int) -> int:
+def letter_cost(slab: Slab, keep: Keep, bits: int) -> int:
     """Section 8.1: the cost of a slab in a letter, with `keep` and `bits` of letters."""
     k = kept_of(slab, keep)
-    layers = slab.chunks * (16 + 7 * k // 10) if k < slab.values and bits == 1 else 0
+    layers = slab.chunks * (16 + 7 * k // 10) if k < slab.values and width_of(slab, bits) == 1 else 0
     return message_cost(slab, keep, bits) + layers
 
 
@@ -482,8 +489,8 @@ def deal(slabs: list[Slab], buffers: list[int], members: int, numbers: Numbers) 
     return parts
 
 
-def chosen(slabs: list[Slab], buffers: list[int], members: int, numbers: Numbers) -> str:
-    """Section 8.5: what `auto` stands for."""
+def costs(slabs: list[Slab], buffers: list[int], members: int, numbers: Numbers) -> dict[str, int]:
+    """Section 8.5: the bytes of a round, by pattern."""
     whole = sum(message_cost(slab, numbers.keep, numbers.bits) for slab in slabs) + 32 * sum(buffers)
     longest = 0
     for cost, keep, bits in (
@@ -495,11 +502,39 @@ def chosen(slabs: list[Slab], buffers: list[int], members: int, numbers: Numbers
             // 8
             for part in deal(slabs, buffers, members, numbers)
         )
-    return "sharded" if 10 * (members - 1) * longest < 9 * (members - 1) * (whole // 8 + 60) else "gathered"
+    return {"gathered": (members - 1) * (whole // 8 + 60), "sharded": (members - 1) * longest}
+
+
+def chosen(slabs: list[Slab], buffers: list[int], members: int, numbers: Numbers) -> str:
+    """Section 8.5: what `auto` stands for."""
+    found = costs(slabs, buffers, members, numbers)
+    return "sharded" if 10 * found["sharded"] < 9 * found["gathered"] else "gathered"
+
+
+def next_keep(tells: list[tuple], account: int, budget: int, cost: Callable[[int], int]) -> tuple[int, int]:
+    """Section 9, for a budget in bytes: the next `keep` and account. A tell is a tuple of its fields in order."""
+    keep = tells[0][0]
+    spent = max(tell[1] for tell in tells) or cost(keep)
+    account = max(-4 * budget, min(4 * budget, account + budget - spent))
+    lag = sum(tell[2] for tell in tells) / max(sum(tell[3] for tell in tells), 1e-300)
+    base = base_of(budget, cost)
+    if lag < 2 or account + budget < cost(base):
+        wanted = max(1, base // 2)
+    else:
+        wanted = 2 * base if base < 4096 and account + budget >= cost(2 * base) else base
+    return keep if wanted == keep else 2 * keep if wanted > keep else keep // 2, account
+
+
+def base_of(budget: int, cost: Callable[[int], int]) -> int:
+    """The largest power of two that a budget pays for."""
+    base = 1
+    while base < 4096 and cost(2 * base) <= budget:
+        base *= 2
+    return base
 
 
 def read_part(
-    data: bytes, part: Part, keep: int, bits: int, shared: list[list[float]]
+    data: bytes, part: Part, keep: Keep, bits: int, shared: list[list[float]]
 ) -> tuple[list[Buffer], list[dict[int, float]]]:
     """Section 8.3: the buffers of a part, and the values of each of its pieces."""
     source = Bytes(data)
@@ -511,7 +546,7 @@ def read_part(
 
 
 def read_letter(
-    data: bytes, part: Part, keep: int, bits: int, shared: list[list[float]]
+    data: bytes, part: Part, keep: Keep, bits: int, shared: list[list[float]]
 ) -> tuple[list[Buffer], list[dict[int, float]]]:
     """Section 8.4: the same of a letter, with `keep` and `bits` of letters."""
     source = Bytes(data)
@@ -523,8 +558,9 @@ def read_letter(
             values.append(read_block(source, piece.slab, keep, bits, piece.first))
             continue
         found: dict[int, float] = {}
-        for _ in range(2 if bits == 1 else 1):
-            layer = read_layer(source, piece, keep, bits)
+        width = width_of(piece.slab, bits)
+        for _ in range(2 if width == 1 else 1):
+            layer = read_layer(source, piece, keep, width)
             if found.keys() & layer.keys():
                 raise ValueError("a position in both layers")
             found |= layer
@@ -533,7 +569,7 @@ def read_letter(
     return buffers, values
 
 
-def read_layer(source: Bytes, piece: Piece, keep: int, bits: int) -> dict[int, float]:
+def read_layer(source: Bytes, piece: Piece, keep: Keep, bits: int) -> dict[int, float]:
     """One layer of a block of a letter."""
     c, a = piece.slab.chunks, piece.slab.values
     n = source.number(4)
@@ -574,7 +610,7 @@ def message_vector(name: str) -> tuple[Message, bytes, bytes]:
 def payload_vector(name: str) -> tuple[bytes, Callable[[bytes], dict[int, float]]]:
     """The bytes of a payload vector, and what reads others with the same codec and shapes."""
     vector = PAYLOADS[name]
-    settings = {key: vector[key] for key in ("shapes", "keep", "bits", "chunk", "plain_below")}
+    settings = {key: vector[key] for key in ("shapes", "keep", "bits", "chunk", "plain_below", "plain_keep")}
     return bytes.fromhex(vector["payload"]), lambda data: read_payload(data, **settings)
 
 
@@ -610,7 +646,7 @@ def test_payloads_are_read(name: str) -> None:
 
 def dealt(vector: dict, buffers: list[int]) -> tuple[list[Part], Numbers]:
     """The parts and the numbers of a vector."""
-    numbers = numbers_of(vector["keep"], vector["bits"], vector["keep_down"], vector["replicas"])
+    numbers = numbers_of(vector["keep"], vector["bits"], vector["keep_down"], vector["replicas"], vector["plain_keep"])
     slabs = slabs_of(vector["shapes"], vector["chunk"], vector["plain_below"])
     return deal(slabs, buffers, vector["replicas"], numbers), numbers
 
@@ -620,7 +656,8 @@ def test_deals_are_found(name: str) -> None:
     """Every replica owns what the vector says, and letters have the numbers that it says."""
     vector = DEALS[name]
     parts, numbers = dealt(vector, vector["buffers"])
-    assert {"keep": numbers.keep_down, "bits": numbers.bits_down} == vector["letters"]
+    letters = {"keep": numbers.keep_down.chunks, "plain_keep": numbers.keep_down.plain, "bits": numbers.bits_down}
+    assert letters == vector["letters"]
     spans = [[[piece.first, piece.slab.chunks * piece.slab.values] for piece in part.pieces] for part in parts]
     assert spans == [part["pieces"] for part in vector["parts"]]
     assert [part.buffers for part in parts] == [part["buffers"] for part in vector["parts"]]
@@ -974,12 +1011,13 @@ def test_deals_are_those_of_overtone(shapes: list[list[int]]) -> None:
     from overtone.rules import Outer
 
     for (keep, bits, chunk), members in zip(SETTINGS, (2, 3, 4, 5, 8, 9, 16, 40), strict=True):
-        codec = TopK(keep=keep, bits=bits, chunk=chunk, plain_below=10)
+        codec = TopK(keep=keep, bits=bits, chunk=chunk, plain_below=10, plain_keep=64 * members)
         slabs, buffers = codec.layout(shapes).slabs, [chunk, 1, 0, 70][: members % 5]
         for keep_down in (None, 1, 300, 4096):
-            numbers = numbers_of(keep, bits, keep_down, members)
+            numbers = numbers_of(keep, bits, keep_down, members, 64 * members)
             letters = letters_for(codec, keep_down, members)
-            assert (letters.top_k.keep, letters.top_k.bits) == (numbers.keep_down, numbers.bits_down)
+            assert Keep(letters.top_k.keep, letters.top_k.plain_keep) == numbers.keep_down
+            assert letters.top_k.bits == numbers.bits_down
             mine = slabs_of(shapes, chunk, 10)
             found = deal(mine, buffers, members, numbers)
             theirs = deal_of_overtone(
@@ -1005,7 +1043,7 @@ def test_letters_have_the_default_of_overtone() -> None:
         for members in (2, 8, 9, 16, 17, 64):
             for bits in (1, 32):
                 expected = letters_for(TopK(keep=keep, bits=bits), None, members).top_k
-                assert numbers_of(keep, bits, None, members).keep_down == expected.keep
+                assert numbers_of(keep, bits, None, members).keep_down == Keep(expected.keep)
 
 
 ROUNDS = [
@@ -1097,7 +1135,7 @@ def test_reads_the_sharded_rounds_of_overtone(
 
     for number in range(3):
         drains = number == 2
-        coding = Numbers(4096, 1, 4096, 1) if drains else numbers
+        coding = Numbers(Keep(4096), 1, Keep(4096), 1) if drains else numbers
         (_, sent), (_, first), (_, raw_letters), (_, second) = said[4 * number : 4 * number + 4]
         state, then = before[number], after[number]
         owners = [(part + number) % members for part in range(members)]
@@ -1146,3 +1184,51 @@ def test_reads_the_sharded_rounds_of_overtone(
     finishing = [read_message(one, secret, kind=4, sender=i, round=3) for i, row in enumerate(last) for one in row]
     assert all(message.body == b"" for message in finishing)
     assert len(set(verdicts)) == 1
+
+
+@pytest.mark.parametrize(("exchange", "budget"), [("gathered", 3000), ("sharded", 2500)])
+def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget: int) -> None:
+    """The tells in the messages (sharded: letters) of a run, and section 9, give the `keep` of each next round."""
+    from unittest import mock
+
+    import torch
+
+    import overtone
+    from overtone.sim.cluster import SimTransport
+
+    members, said = 3, []
+
+    def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(rank)
+        model = torch.nn.Sequential(torch.nn.Linear(70, 64), torch.nn.Linear(64, 130, bias=False))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    cluster = overtone.Cluster(
+        build, overtone.decoupled(every=1, budget=budget, exchange=exchange, drain=0), replicas=members
+    )
+    gather, kind = SimTransport.gather, 8 if exchange == "sharded" else 0
+
+    def gathering(seat: SimTransport, message: bytes, **rest: object) -> list[bytes]:
+        if message[:4] == b"OVTN" and message[5] == kind:
+            said.append(message)
+        return gather(seat, message, **rest)  # type: ignore[arg-type]
+
+    with mock.patch.object(SimTransport, "gather", gathering):
+        for _ in range(25):
+            for replica in cluster.turns():
+                replica.model(torch.randn(8, 70)).pow(2).mean().backward()
+            cluster.step()
+    slabs = slabs_of([list(p.shape) for p in cluster.replicas[0].model.parameters()], 64, 1024)
+
+    @lru_cache
+    def cost(keep: int) -> int:
+        return costs(slabs, [], members, numbers_of(keep, 1, None, members))[exchange]
+
+    keep, account, keeps = base_of(budget, cost), 0, []
+    for number in range(25):
+        bodies = [read_message(one, b"", kind=kind, round=number).body for one in said[3 * number : 3 * number + 3]]
+        tells = [struct.unpack("<HQ6f", body[:34]) for body in bodies]
+        assert {tell[0] for tell in tells} == {keep}
+        keeps.append(keep)
+        keep, account = next_keep(tells, account, budget, cost)
+    assert len(set(keeps)) > 1

@@ -250,7 +250,7 @@ class TopK:
     def energy_share(self) -> float:
         """The share of a residual's energy that one message takes, if the coefficients are Gaussian.
 
-        A transform that mixes makes them so: docs/frontier.md. Of the strongest p = keep / 4096 it takes the whole
+        A transform that mixes makes them so: docs/spectrum.md. Of the strongest p = keep / 4096 it takes the whole
         energy, and at one bit the square of their mean magnitude only.
         """
         p, bell = self.keep / FULL_CHUNK, NormalDist()

@@ -138,9 +138,8 @@ class Control:
 class Controller:
     """Decides on `keep`, round by round.
 
-    Equal messages in every round are best: saving bytes for the end of a run cost 1 % of the loss, spending them early
-    2 % (docs/frontier.md). So the controller alternates between the two powers of two around what the budget pays for.
-    It sends less only where the residuals have little left to say.
+    It alternates between the two powers of two around what the budget pays for, so that all rounds have about equal
+    messages. It sends less only where the residuals have little left to say.
     """
 
     def __init__(self, budget: Budget, cost: Callable[[int], int]) -> None:
