@@ -33,6 +33,9 @@ METHODS = {
     "decoupled_hadamard": small(partial(overtone.decoupled, transform="hadamard")),
     "published, delayed": overtone.published(**SMALL, delay=EVERY),
     "decoupled, thin": overtone.decoupled(**SMALL, preset="thin", exchange="gathered"),
+    "decoupled, first rounds, delayed": overtone.decoupled(
+        **SMALL, first_rounds=1, first_keep=900, exchange="sharded", delay=1
+    ),
     "decoupled, budget": overtone.decoupled(every=EVERY, budget="10kB", exchange="gathered"),
     "decoupled, sharded, budget, delayed": overtone.decoupled(every=EVERY, budget="10kB", exchange="sharded", delay=2),
 }

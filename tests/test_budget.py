@@ -166,6 +166,23 @@ def test_a_run_with_too_few_rounds_is_told_so() -> None:
     warn_of_few_rounds(Cluster(build, overtone.diloco(), replicas=2).replicas[0], 64)
 
 
+def test_the_first_rounds_may_keep_more() -> None:
+    method = overtone.decoupled(every=EVERY, keep=64, exchange="gathered", first_rounds=3, first_keep=1024)
+    sent = [records[0].bytes_sent for records in rounds(Cluster(build, method, replicas=REPLICAS), 6)]
+    assert min(sent[:3]) > 1.5 * max(sent[3:])
+    plain = overtone.decoupled(every=EVERY, keep=64, exchange="gathered")
+    assert method.of_round(3).codec == plain.codec
+    for wrong, told in (
+        ({"first_rounds": 3}, "means nothing without first_keep"),
+        ({"first_keep": 3}, "means nothing without first_rounds"),
+        ({"first_rounds": -1, "first_keep": 3}, "a whole number from 0"),
+        ({"first_rounds": 1, "first_keep": 5000}, "keep=5000: coefficients kept of each 4096"),
+        ({"first_rounds": 1, "first_keep": 5, "budget": "5kB"}, "the budget sets `keep`"),
+    ):
+        with pytest.raises(MethodError, match=told):
+            overtone.decoupled(**wrong)  # type: ignore[arg-type]
+
+
 def test_presets_are_numbers_that_can_be_overruled() -> None:
     thin = overtone.decoupled(preset="thin")
     assert overtone.decoupled(preset="thin", keep=99).codec == replace(thin.codec, keep=99)  # type: ignore[type-var]

@@ -345,7 +345,14 @@ def test_a_crop_that_could_leave_nothing_is_refused() -> None:
 
 # -- models -------------------------------------------------------------------------------------------------------
 
-FULL = {"resnet-18": 11_689_512, "resnet-34": 21_797_672, "resnet-50": 25_557_032, "resnet-101": 44_549_160}
+FULL = {
+    "resnet-tiny": 144_312,
+    "resnet-mini": 783_096,
+    "resnet-18": 11_689_512,
+    "resnet-34": 21_797_672,
+    "resnet-50": 25_557_032,
+    "resnet-101": 44_549_160,
+}
 
 
 @pytest.mark.parametrize("stem", ["small", "full"])
@@ -357,7 +364,7 @@ def test_presets_have_the_papers_sizes_also_without_memory(name: str, stem: str)
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
     count = sum(p.numel() for p in model.parameters())
     stem_gap = (49 - 9) * 3 * PRESETS[name].stem if stem == "small" else 0
-    assert count == FULL.get(name, 144_312) - stem_gap
+    assert count == FULL[name] - stem_gap
     assert model(pixel_values=torch.empty(2, 3, 64, 64, device="meta")).logits.shape == (2, 1000)
 
 

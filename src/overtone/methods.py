@@ -38,6 +38,8 @@ class Method:
     delay: int = 0  # local steps from the start of a round until its answer is absorbed
     exchange: str = "gathered"  # how messages meet: "gathered", "sharded", or "auto", the cheaper one
     keep_down: int | None = None  # if sharded: `keep` of the owners' letters; None: exchange/choice.py chooses it
+    first_rounds: int = 0  # so many rounds at the beginning have another `keep`,
+    first_keep: int | None = None  # namely this one
     budget: Budget | None = None  # a controller sets `keep` for each round, within these bytes (exchange/control.py)
 
     def __post_init__(self) -> None:
@@ -58,6 +60,7 @@ class Method:
 
         self._check_delay()
         self._check_exchange()
+        self._check_first_rounds()
         if self.budget is not None and not self.may_shard:
             raise MethodError(
                 f"budget={self.budget}: {self.name} has no `keep` to control; only the Outer rule on the drift, with a "
@@ -76,6 +79,21 @@ class Method:
         raise MethodError(
             f"delay={self.delay!r}: local steps until a round is absorbed, a whole number from 0 to every={self.every}"
         )
+
+    def _check_first_rounds(self) -> None:
+        if not (type(self.first_rounds) is int and 0 <= self.first_rounds <= MOST_EVERY):
+            raise MethodError(
+                f"first_rounds={self.first_rounds!r}: rounds at the beginning, a whole number from 0 to {MOST_EVERY}"
+            )
+        if bool(self.first_rounds) != (self.first_keep is not None):
+            given, other = ("first_rounds", "first_keep") if self.first_rounds else ("first_keep", "first_rounds")
+            raise MethodError(f"{given}={getattr(self, given)!r}: means nothing without {other}; give both")
+        if self.first_keep is None:
+            return
+        if not self.may_shard or self.budget is not None:
+            why = "the budget sets `keep`" if self.budget else f"{self.name} has no `keep` that could change"
+            raise MethodError(f"first_keep={self.first_keep!r}: {why}; leave it out")
+        self.with_keep(self.first_keep)  # refuses a number that is none
 
     def _check_exchange(self) -> None:
         if self.exchange not in EXCHANGES:
@@ -115,12 +133,16 @@ class Method:
         assert codec is not None, "checked when the method was built"
         # Letters of the last messages have every coefficient too.
         keep_down = None if self.exchange == "gathered" else FULL_CHUNK
-        return replace(self, rule=rule, codec=codec, keep_down=keep_down, budget=None)
+        return replace(self, rule=rule, codec=codec, keep_down=keep_down, budget=None, first_rounds=0, first_keep=None)
+
+    def of_round(self, index: int) -> Method:
+        """The row for the messages of this round: the first ones may have another `keep`."""
+        return self if self.first_keep is None or index >= self.first_rounds else self.with_keep(self.first_keep)
 
     def with_keep(self, keep: int) -> Method:
         """The same row with another `keep`."""
         assert isinstance(self.codec, TopK), "only this codec keeps some coefficients"
-        return replace(self, codec=replace(self.codec, keep=keep))
+        return replace(self, codec=replace(self.codec, keep=keep), first_rounds=0, first_keep=None)
 
     def numbers(self) -> dict[str, object]:
         """All settings that must be equal on all replicas, as a flat table of printable values."""
@@ -141,6 +163,7 @@ class Method:
             # Only where they say something: earlier versions had none of them.
             **({"delay": self.delay} if self.delay else {}),
             **({"budget": str(self.budget)} if self.budget else {}),
+            **({"first_rounds": self.first_rounds, "first_keep": self.first_keep} if self.first_rounds else {}),
             **({"exchange": self.exchange, "keep_down": self.keep_down} if self.exchange != "gathered" else {}),
         }
 
@@ -234,6 +257,8 @@ def decoupled(
     transform: str = "dct",
     chunk: int | None = None,
     plain_keep: int | None = None,
+    first_rounds: int = 0,
+    first_keep: int | None = None,
     drain: int = 2,
     delay: int = 0,
     exchange: str = "auto",
@@ -256,7 +281,9 @@ def decoupled(
     numbers = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
     codec = TopK(numbers.keep, bits, numbers.chunk, transform, plain_keep=numbers.plain_keep)
     limit = None if budget is None else Budget.parse(budget)
-    return Method("decoupled", Drift, every, rule, codec, drain, delay, exchange, keep_down, limit)
+    return Method(
+        "decoupled", Drift, every, rule, codec, drain, delay, exchange, keep_down, first_rounds, first_keep, limit
+    )
 
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -280,6 +307,9 @@ OPTIONS: dict[str, str] = {
     "transform": "Transform of each chunk before the strongest coefficients are chosen: dct, hadamard (sums only: the "
     "same bits on every machine), random (a fixed rotation) or none.",
     "chunk": "Side of the square chunks into which tensors are cut for the transform.",
+    "first_rounds": "Rounds at the beginning of the run in which `first_keep` takes the place of `keep`.",
+    "first_keep": "Coefficients sent of each 64 x 64 chunk in the first rounds: what parts the replicas early, parts "
+    "them for long.",
     "plain_keep": "Values sent of each 4096 that are not transformed: norms, biases, small tensors.",
     "drain": "Dense one-bit messages at the end of the run, which empty the residuals into the anchor.",
     "delay": "Local steps from the start of a round until its answer is absorbed; messages travel meanwhile. 0: the "

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overtone.codec import Block
+from overtone.codec import Block, TopK
 from overtone.coding.bits import Reader, bytes_tensor, tensor_bytes
 from overtone.errors import StateError, shortened
 from overtone.exchange.control import Tell
@@ -45,6 +45,7 @@ def save(pending: Pending, pattern: str, members: int) -> dict[str, Any]:
         "measured_at": list(pending.sources.measured_at or ()),
         "buffers_at": list(pending.buffers_at or ()),
         "norms": pending.norms,
+        **({"keep": mine.codec.keep} if isinstance(mine.codec, TopK) else {}),
         **({} if mine.tell is None else {"tell": mine.tell.pack().hex()}),
     }
 
@@ -144,9 +145,8 @@ def _tell(flight: Mapping[str, Any]) -> Tell | None:
 
 
 def _row(flight: Mapping[str, Any], exchanger: Exchanger) -> Method:
-    """The method of the round in flight: with its own `keep`, if that is controlled."""
-    tell = _tell(flight)
-    return exchanger.method if tell is None else exchanger.method.with_keep(tell.keep)
+    """The method of the round in flight, with the `keep` of that round. Earlier versions had one for all rounds."""
+    return exchanger.method.with_keep(flight["keep"]) if "keep" in flight else exchanger.method
 
 
 def _among(flight: Mapping[str, Any]) -> tuple[str, int]:

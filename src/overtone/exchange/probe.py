@@ -174,8 +174,10 @@ class Look:
             owners, here = self._owners(slab, piece), inner_part(mean, slab, piece)
             heard = here if sent.index is None else here.gather(1, sent.index)
             values = sent.values.to(heard.device)
-            self._sums.add("heard", owners, products(values, heard, piece.units))
-            self._sums.add("sent", owners, energy(values, piece.units))
+            if piece.plain and sent.index is not None:  # each value is a unit, and some of them were sent
+                owners = owners[sent.index.view(-1).to(owners.device)]
+            self._sums.add("heard", owners, products(values, heard, len(owners)))
+            self._sums.add("sent", owners, energy(values, len(owners)))
 
     def end(self, done: Round, step: int) -> None:
         """The round is over: write its record. ``step`` is the number of local steps when the drift was measured."""

@@ -174,9 +174,9 @@ class Exchanger:
         return SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal, energies)
 
     def _row(self) -> Method:
-        """The method of the next round, with the `keep` that the controller has chosen."""
-        control = self.state.control
-        return self.method if control is None else self.method.with_keep(control.keep)
+        """The method of the next round, with the `keep` of that round."""
+        control, method = self.state.control, self.method
+        return method.of_round(self.state.rounds) if control is None else method.with_keep(control.keep)
 
     def _tell(self, sent: float, norms: Tensor) -> Tell:
         """What this replica tells all others in this round."""
