@@ -51,7 +51,7 @@ def line(words: str, *told: str, status: int = 2, **env: str) -> Line:
 
 MAY_BE_ZERO = {"delay", 
     "warmup", "weight_decay", "latency", "step_seconds", "port", "seed", "skew", "crop", "momentum", "decay", "carry",
-    "drain", "spectrum",
+    "drain", "spectrum", "first_rounds",
 }  # fmt: skip
 MAY_BE_ENDLESS = {"clip"}
 GROUPS: dict[tuple[str, ...], tuple[type, ...]] = {  # whose numbers are flags of which command
@@ -190,7 +190,7 @@ ODD = [
     line("report DEEPLOG", "the log has no beginning"),
     line("report /dev/zero", "/dev/zero"),
     line("report EMPTY", "the log has no beginning"),
-    line("report FOREIGN", "has no time, which format 2 of the run log requires; make the run again"),
+    line("report FOREIGN", "has no time, which format 3 of the run log requires; make the run again"),
     line("export RUN RUN", "exists already"),
     line("export nofile model", "export nofile: no run there"),
     line("train --resume nofile", "resume nofile: no run there"),

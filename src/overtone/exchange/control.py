@@ -57,7 +57,7 @@ class Budget:
             share, rate = float(part[1]) / 100, float(part[2]) * RATES[part[3].lower()]
             if 0 < share <= 1 and 0 < rate <= MOST_BUDGET:
                 return cls(rate=rate, share=share)
-        raise MethodError(f"budget={given!r}: {HOW}")
+        raise MethodError(f"budget={given}: {HOW}")
 
     def __str__(self) -> str:
         if self.bytes:

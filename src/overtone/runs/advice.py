@@ -16,6 +16,7 @@ from overtone.methods import Method
 from overtone.replica import Replica
 
 ENOUGH = 10  # rounds times delta
+TRIAL = 10  # a run of fewer rounds is a trial of something else than the loss
 
 
 class TooFewRoundsWarning(OvertoneWarning):
@@ -44,7 +45,7 @@ def warn_of_few_rounds(replica: Replica, steps: int) -> None:
     if share is None or method.budget is not None or method.every is None or members == 1:
         return
     rounds = steps // method.every
-    if rounds * share < ENOUGH:
+    if TRIAL <= rounds < ENOUGH / share:
         assert isinstance(method.codec, TopK)
         warnings.warn(
             TooFewRoundsWarning(
