@@ -36,7 +36,7 @@ def rounds(cluster: Cluster, count: int, skip: int = 0) -> Iterator[list[Round]]
 
 
 def controlled(budget: str | int, exchange: str, **options: object) -> Cluster:
-    method = overtone.decoupled(every=EVERY, budget=budget, exchange=exchange, **options)  # type: ignore[arg-type]
+    method = overtone.decoupled(every=EVERY, budget=str(budget), exchange=exchange, **options)  # type: ignore[arg-type]
     return Cluster(build, method, replicas=REPLICAS, step_seconds=0.5)
 
 

@@ -1204,7 +1204,7 @@ def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget:
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     cluster = overtone.Cluster(
-        build, overtone.decoupled(every=1, budget=budget, exchange=exchange, drain=0), replicas=members
+        build, overtone.decoupled(every=1, budget=str(budget), exchange=exchange, drain=0), replicas=members
     )
     gather, kind = SimTransport.gather, 8 if exchange == "sharded" else 0
 

@@ -246,7 +246,7 @@ def decoupled(
     *,
     every: int = 64,
     preset: str = DEFAULT_PRESET,
-    budget: str | int | None = None,
+    budget: str | None = None,
     keep: int | None = None,
     bits: int = 1,
     lr: float = 0.9,
