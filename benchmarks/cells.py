@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,14 @@ def found(place: Path, name: str) -> str | None:
         link.parent.mkdir(exist_ok=True)
         link.symlink_to((place / name).resolve())
     return str(link)
+
+
+def arguments(study: str | None, files: str) -> argparse.ArgumentParser:
+    """The flags that all studies have. ``study`` is a study's own text, ``files`` are the data that it looks for."""
+    parser = argparse.ArgumentParser(description=study, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, help=f"directory with {files}")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
+    return parser
 
 
 def make(runs: Path, cells: Sequence[Cell], workers: int) -> None:

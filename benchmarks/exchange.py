@@ -12,7 +12,6 @@ benchmarks/results/exchange.md and exchange.csv.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -26,7 +25,7 @@ from statistics import fmean, stdev
 import torch
 
 import overtone
-from cells import DATA, found, make
+from cells import arguments, found, make
 from overtone import Cluster
 from overtone.report import comparison, history
 from overtone.report.comparison import Cell, Comparison
@@ -249,9 +248,7 @@ def _losses(found: Sequence[Result]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="directory with kjv.txt")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
+    parser = arguments(__doc__, "kjv.txt")
     parser.add_argument("--bytes", action="store_true", help="only the first part, which takes some minutes")
     args = parser.parse_args()
     begun = time.monotonic()

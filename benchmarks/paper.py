@@ -10,7 +10,6 @@ benchmarks/results/paper and the page beside it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cells import DATA, found, make
+from cells import arguments, found, make
 from overtone.report import comparison, history, page_data, standings
 from overtone.report.comparison import Cell, Comparison
 from overtone.runs import log
@@ -120,10 +119,7 @@ def _short(value: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="directory with kjv.txt and cifar10_small.npz")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
-    args = parser.parse_args()
+    args = arguments(__doc__, "kjv.txt and cifar10_small.npz").parse_args()
     begun = time.monotonic()
     all_cells = list(study(args.data))
     make(RUNS, all_cells, args.workers)

@@ -2,26 +2,24 @@
 
 The cells are in grid.py, the models and their data in settings.py. A finished run becomes a row of
 benchmarks/results/frontier.csv, and is not made again. An interrupted study continues with the runs that are left.
-`--status` says what is done, and what is left costs. The texts and images are looked for in the directory of --data.
+`--status` only says how many are done. The texts and images are looked for in the directory of --data.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cells import DATA, make
+from cells import arguments, make
 from frontier import results
 from frontier.grid import asks
+from frontier.results import Key
 from frontier.settings import settings
 from overtone.report import comparison
 from overtone.report.comparison import Cell
 
 RUNS = Path("runs/frontier")
-
-Key = tuple[str, int, str, int]
 
 
 def cells(place: Path, only: str) -> Iterator[tuple[Key, Cell]]:
@@ -49,9 +47,7 @@ def collect(found: list[tuple[Key, Cell]]) -> results.Rows:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="directory with kjv.txt and cifar10_small.npz")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
+    parser = arguments(__doc__, "kjv.txt and cifar10_small.npz")
     parser.add_argument("--only", default="", help="only this setting, such as llama")
     parser.add_argument("--status", action="store_true", help="make nothing: say what is done")
     args = parser.parse_args()

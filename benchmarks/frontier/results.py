@@ -12,6 +12,8 @@ from overtone.report import history
 
 TABLE = Path("benchmarks/results/frontier.csv")
 
+Key = tuple[str, int, str, int]  # of a run: setting, replicas, entry, seed
+
 
 @dataclass(frozen=True)
 class Row:
@@ -34,16 +36,11 @@ class Row:
     seconds: float  # on one core, of a machine that is shared
 
     @property
-    def key(self) -> tuple[str, int, str, int]:
+    def key(self) -> Key:
         return self.setting, self.replicas, self.entry, self.seed
 
-    @property
-    def bytes(self) -> int:
-        """The larger of sent and received, last messages included."""
-        return max(self.sent, self.received)
 
-
-Rows = dict[tuple[str, int, str, int], Row]
+Rows = dict[Key, Row]
 
 
 def row(setting: str, replicas: int, entry: str, seed: int, folder: Path) -> Row | None:

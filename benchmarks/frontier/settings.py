@@ -28,7 +28,6 @@ class Setting:
     about: str
     task: TaskOptions
     training: Training
-    metric: str = "loss"
 
     def at(self, replicas: int) -> Comparison:
         """A comparison with the same number of samples in all, whatever the number of replicas."""
@@ -61,7 +60,7 @@ def _settings(place: Path, runs: Path) -> Iterator[Setting]:
             task="image", model="resnet-mini", data=images, valid_samples=2000, image=Image(flip=True, crop=2)
         )
         shorter = Training(steps=3000, batch=8, precision="bf16")
-        yield Setting("images", "ResNet, 0.65 M parameters, CIFAR-10, small", task, shorter, metric="accuracy")
+        yield Setting("images", "ResNet, 0.65 M parameters, CIFAR-10, small", task, shorter)
     faster = replace(training, precision="bf16")
     for name, width, heads, size in (("llama", 256, 4, "3.7"), ("wide", 448, 7, "10.5")):
         language = Language(width=width, layers=4, heads=heads, tokenizer=_tokenizer(runs))

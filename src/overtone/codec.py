@@ -24,6 +24,7 @@ from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels, in_torch
 from overtone.coding.kernels.in_torch import SparseGrid
 from overtone.coding.layout import Layout
+from overtone.coding.spectrum import gaussian_share
 from overtone.coding.transforms import TRANSFORMS
 from overtone.coding.values import Values, encode_values, open_exceptions, open_steps, open_values
 from overtone.errors import MethodError, NotFiniteError
@@ -254,12 +255,10 @@ class TopK:
         energy, and at one bit the square of their mean magnitude only.
         """
         p, bell = self.keep / FULL_CHUNK, NormalDist()
-        if p == 1.0:
-            return 2 / math.pi if self.bits == 1 else 1.0
+        if self.bits > 1:
+            return gaussian_share(p)
         least = -bell.inv_cdf(p / 2)  # a fraction p lies beyond ± this
-        if self.bits == 1:
-            return (2 * bell.pdf(least)) ** 2 / p
-        return p + 2 * least * bell.pdf(least)
+        return (2 * bell.pdf(least)) ** 2 / p
 
     def encode(self, coeffs: Tensor, slab: Slab, kernels: Kernels = in_torch) -> tuple[Block, Decoded]:
         k, width = self.kept(slab), self.width(slab)

@@ -1,4 +1,4 @@
-"""A page as one HTML file: template, styles, scripts and data in a single text that needs no network.
+"""A page as one HTML file: a shell with a body, styles, scripts and data in a single text that needs no network.
 
 There are two pages: the report of runs side by side, and the spectrum of the signal of each run. The scripts are plain
 JavaScript, one file per idea, joined in the order of the list; Chart.js draws.
@@ -22,7 +22,7 @@ ESCAPES = {"</": "<\\/", "<!--": "<\\u0021--", "\u2028": "\\u2028", "\u2029": "\
 
 def html(data: Mapping[str, Any]) -> str:
     """The report page. ``data`` comes from `page_data.data`; numbers that are not finite become null."""
-    return _filled("template.html", ("page.css",), SCRIPTS, data)
+    return _filled("report.html", ("page.css",), SCRIPTS, data)
 
 
 def spectrum_html(data: Mapping[str, Any]) -> str:
@@ -30,7 +30,7 @@ def spectrum_html(data: Mapping[str, Any]) -> str:
     return _filled("spectrum.html", ("page.css", "spectrum.css"), SPECTRUM_SCRIPTS, data)
 
 
-def _filled(template: str, styles: Sequence[str], scripts: Sequence[str], data: Mapping[str, Any]) -> str:
+def _filled(body: str, styles: Sequence[str], scripts: Sequence[str], data: Mapping[str, Any]) -> str:
     parts = {
         "title": markup.escape(str(data["title"])),
         "style": "\n".join(map(_text, styles)),
@@ -39,8 +39,9 @@ def _filled(template: str, styles: Sequence[str], scripts: Sequence[str], data: 
         "scripts": "\n".join(_text(f"{name}.js") for name in scripts),
         "data": _embedded(data),
     }
+    template = _text("shell.html").replace("{{body}}", _text(body))
     # In one pass, so that a placeholder inside a part is not replaced.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text(template))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 
 
 def _text(name: str) -> str:
