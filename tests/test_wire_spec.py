@@ -30,6 +30,7 @@ VERDICT: dict = json.loads((VECTORS / "fingerprints.json").read_text())["verdict
 HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
 KINDS = range(9)
 KEYED = 0x80
+KEEP = 96  # of a method whose `keep` falls with the drift
 
 
 @dataclass(frozen=True)
@@ -511,18 +512,38 @@ def chosen(slabs: list[Slab], buffers: list[int], members: int, numbers: Numbers
     return "sharded" if 10 * found["sharded"] < 9 * found["gathered"] else "gathered"
 
 
-def next_keep(tells: list[tuple], account: int, budget: int, cost: Callable[[int], int]) -> tuple[int, int]:
-    """Section 9, for a budget in bytes: the next `keep` and account. A tell is a tuple of its fields in order."""
-    keep = tells[0][0]
-    spent = max(tell[1] for tell in tells) or cost(keep)
-    account = max(-4 * budget, min(4 * budget, account + budget - spent))
-    lag = sum(tell[2] for tell in tells) / max(sum(tell[3] for tell in tells), 1e-300)
-    base = base_of(budget, cost)
-    if lag < 2 or account + budget < cost(base):
-        wanted = max(1, base // 2)
-    else:
-        wanted = 2 * base if base < 4096 and account + budget >= cost(2 * base) else base
-    return keep if wanted == keep else 2 * keep if wanted > keep else keep // 2, account
+@dataclass
+class Decider:
+    """Section 9, for a budget in bytes, or without one: the next `keep`. A tell is a tuple of its fields in order."""
+
+    keep: int
+    taper: int
+    budget: int | None
+    cost: Callable[[int], int]
+    account: int = 0
+    peak: float = 0.0
+
+    def next_keep(self, now: int, tells: list[tuple]) -> int:
+        drift = sum(tell[3] for tell in tells)
+        self.peak = max(self.peak, drift)
+        level, halves = 1.0, 0
+        for _ in range(self.taper):
+            level = level * (drift / max(self.peak, 1e-300))
+        while halves < 12 and level < 4.0 ** -(halves + 1):
+            halves += 1
+        wanted = max(1, self.highest(now, tells) // 2**halves)
+        return min(wanted, 2 * now) if wanted > now else max(wanted, (now + 1) // 2)
+
+    def highest(self, now: int, tells: list[tuple]) -> int:
+        if self.budget is None:
+            return self.keep
+        spent = max(tell[1] for tell in tells) or self.cost(now)
+        self.account = max(-4 * self.budget, min(4 * self.budget, self.account + self.budget - spent))
+        lag = sum(tell[2] for tell in tells) / max(sum(tell[3] for tell in tells), 1e-300)
+        base = base_of(self.budget, self.cost)
+        if lag < 2 or self.account + self.budget < self.cost(base):
+            return max(1, base // 2)
+        return 2 * base if base < 4096 and self.account + self.budget >= self.cost(2 * base) else base
 
 
 def base_of(budget: int, cost: Callable[[int], int]) -> int:
@@ -1186,8 +1207,11 @@ def test_reads_the_sharded_rounds_of_overtone(
     assert len(set(verdicts)) == 1
 
 
-@pytest.mark.parametrize(("exchange", "budget"), [("gathered", 3000), ("sharded", 2500)])
-def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("exchange", "budget", "taper"),
+    [("gathered", 3000, 0), ("sharded", 2500, 0), ("gathered", 3000, 2), ("gathered", None, 4), ("sharded", None, 1)],
+)
+def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget: int | None, taper: int) -> None:
     """The tells in the messages (sharded: letters) of a run, and section 9, give the `keep` of each next round."""
     from unittest import mock
 
@@ -1203,9 +1227,9 @@ def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget:
         model = torch.nn.Sequential(torch.nn.Linear(70, 64), torch.nn.Linear(64, 130, bias=False))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    cluster = overtone.Cluster(
-        build, overtone.decoupled(every=1, budget=str(budget), exchange=exchange, drain=0), replicas=members
-    )
+    how = {"keep": KEEP} if budget is None else {"budget": str(budget)}
+    method = overtone.decoupled(every=1, taper=taper, exchange=exchange, drain=0, **how)  # type: ignore[arg-type]
+    cluster = overtone.Cluster(build, method, replicas=members)
     gather, kind = SimTransport.gather, 8 if exchange == "sharded" else 0
 
     def gathering(seat: SimTransport, message: bytes, **rest: object) -> list[bytes]:
@@ -1214,21 +1238,24 @@ def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget:
         return gather(seat, message, **rest)  # type: ignore[arg-type]
 
     with mock.patch.object(SimTransport, "gather", gathering):
-        for _ in range(25):
+        for number in range(25):
             for replica in cluster.turns():
-                replica.model(torch.randn(8, 70)).pow(2).mean().backward()
+                replica.inner.zero_grad()
+                replica.model(torch.randn(8, 70)).pow(2).mean().mul(0.8**number).backward()
             cluster.step()
+    assert len(said) == 25 * members
     slabs = slabs_of([list(p.shape) for p in cluster.replicas[0].model.parameters()], 64, 1024)
 
     @lru_cache
     def cost(keep: int) -> int:
         return costs(slabs, [], members, numbers_of(keep, 1, None, members))[exchange]
 
-    keep, account, keeps = base_of(budget, cost), 0, []
+    decider, keeps = Decider(KEEP, taper, budget, cost), []
+    keep = KEEP if budget is None else base_of(budget, cost)
     for number in range(25):
         bodies = [read_message(one, b"", kind=kind, round=number).body for one in said[3 * number : 3 * number + 3]]
         tells = [struct.unpack("<HQ6f", body[:34]) for body in bodies]
         assert {tell[0] for tell in tells} == {keep}
         keeps.append(keep)
-        keep, account = next_keep(tells, account, budget, cost)
+        keep = decider.next_keep(keep, tells)
     assert len(set(keeps)) > 1

@@ -22,6 +22,7 @@ EXCHANGES = ("auto", "gathered", "sharded")
 UNSAID = (
     ("plain_keep", FULL_CHUNK),
 )  # numbers of a codec that earlier versions did not have, with what they then were
+MOST_TAPER = 8
 MOST_DRAIN = 1024  # each draining message is dense; twelve of them remove most of the residuals
 
 
@@ -40,7 +41,8 @@ class Method:
     keep_down: int | None = None  # if sharded: `keep` of the owners' letters; None: exchange/choice.py chooses it
     first_rounds: int = 0  # so many rounds at the beginning have another `keep`,
     first_keep: int | None = None  # namely this one
-    budget: Budget | None = None  # a controller sets `keep` for each round, within these bytes (exchange/control.py)
+    taper: int = 0  # `keep` falls as this power of the drift's norm does (exchange/control.py)
+    budget: Budget | None = None  # bytes of a round, from which `keep` follows
 
     def __post_init__(self) -> None:
         # `type(...) is int`, not `isinstance`: True and False are refused.
@@ -61,10 +63,15 @@ class Method:
         self._check_delay()
         self._check_exchange()
         self._check_first_rounds()
-        if self.budget is not None and not self.may_shard:
+        if not (type(self.taper) is int and 0 <= self.taper <= MOST_TAPER):
             raise MethodError(
-                f"budget={self.budget}: {self.name} has no `keep` to control; only the Outer rule on the drift, with a "
-                "TopK codec, has"
+                f"taper={self.taper!r}: a power of the drift's norm, a whole number from 0 to {MOST_TAPER}"
+            )
+        if self.controlled and not self.may_shard:
+            given = f"budget={self.budget}" if self.budget else f"taper={self.taper}"
+            raise MethodError(
+                f"{given}: {self.name} has no `keep` to control; only the Outer rule on the drift, with a TopK codec, "
+                "has"
             )
 
     def _check_delay(self) -> None:
@@ -90,8 +97,8 @@ class Method:
             raise MethodError(f"{given}={getattr(self, given)!r}: means nothing without {other}; give both")
         if self.first_keep is None:
             return
-        if not self.may_shard or self.budget is not None:
-            why = "the budget sets `keep`" if self.budget else f"{self.name} has no `keep` that could change"
+        if not self.may_shard or self.controlled:
+            why = "a controller sets `keep`" if self.controlled else f"{self.name} has no `keep` that could change"
             raise MethodError(f"first_keep={self.first_keep!r}: {why}; leave it out")
         self.with_keep(self.first_keep)  # refuses a number that is none
 
@@ -122,6 +129,11 @@ class Method:
         return drifts and isinstance(self.codec, TopK) and isinstance(self.rule, Outer)
 
     @property
+    def controlled(self) -> bool:
+        """True if a controller sets `keep` for each round."""
+        return self.taper > 0 or self.budget is not None
+
+    @property
     def consensus(self) -> bool:
         """True if all replicas share one anchor."""
         return self.every is not None and self.rule.consensus
@@ -133,7 +145,8 @@ class Method:
         assert codec is not None, "checked when the method was built"
         # Letters of the last messages have every coefficient too.
         keep_down = None if self.exchange == "gathered" else FULL_CHUNK
-        return replace(self, rule=rule, codec=codec, keep_down=keep_down, budget=None, first_rounds=0, first_keep=None)
+        fixed = replace(self, taper=0, budget=None, first_rounds=0, first_keep=None)
+        return replace(fixed, rule=rule, codec=codec, keep_down=keep_down)
 
     def of_round(self, index: int) -> Method:
         """The row for the messages of this round: the first ones may have another `keep`."""
@@ -146,7 +159,7 @@ class Method:
 
     def numbers(self) -> dict[str, object]:
         """All settings that must be equal on all replicas, as a flat table of printable values."""
-        controlled = () if self.budget is None else ("keep",)
+        unset = () if self.budget is None else ("keep",)  # the budget sets it
         return {
             "method": self.name,
             "signal": self.signal.__name__.lower(),
@@ -157,11 +170,12 @@ class Method:
             **{
                 name: value
                 for name, value in _fields(self.codec).items()
-                if (name, value) not in UNSAID and name not in controlled
+                if (name, value) not in UNSAID and name not in unset
             },
             "drain": self.drain,
             # Only where they say something: earlier versions had none of them.
             **({"delay": self.delay} if self.delay else {}),
+            **({"taper": self.taper} if self.taper else {}),
             **({"budget": str(self.budget)} if self.budget else {}),
             **({"first_rounds": self.first_rounds, "first_keep": self.first_keep} if self.first_rounds else {}),
             **({"exchange": self.exchange, "keep_down": self.keep_down} if self.exchange != "gathered" else {}),
@@ -229,15 +243,16 @@ class Preset:
     """How thin the messages of `decoupled` are, and the numbers that go with it. benchmarks/frontier chose them."""
 
     keep: int
+    taper: int
     chunk: int
     plain_keep: int
 
 
 PRESETS = {
-    "near": Preset(keep=128, chunk=64, plain_keep=FULL_CHUNK),
-    "balanced": Preset(keep=128, chunk=64, plain_keep=FULL_CHUNK),
-    "thin": Preset(keep=16, chunk=128, plain_keep=512),
-    "thinnest": Preset(keep=8, chunk=128, plain_keep=512),
+    "near": Preset(keep=128, taper=0, chunk=64, plain_keep=FULL_CHUNK),
+    "balanced": Preset(keep=128, taper=0, chunk=64, plain_keep=FULL_CHUNK),
+    "thin": Preset(keep=16, taper=2, chunk=128, plain_keep=512),
+    "thinnest": Preset(keep=8, taper=2, chunk=128, plain_keep=512),
 }
 DEFAULT_PRESET = "balanced"
 
@@ -248,6 +263,7 @@ def decoupled(
     preset: str = DEFAULT_PRESET,
     budget: str | None = None,
     keep: int | None = None,
+    taper: int | None = None,
     bits: int = 1,
     lr: float = 0.9,
     momentum: float | None = None,
@@ -266,9 +282,9 @@ def decoupled(
 ) -> Method:
     """The default: replicas send the strongest coefficients of the residual and carry the rest in their own weights.
 
-    The preset gives ``keep``, ``chunk`` and ``plain_keep`` if they are not given. With a ``budget``, a controller sets
-    ``keep`` for each round. ``momentum`` defaults to 0.8, and to 0.7 with a delay: what comes late is better amplified
-    less.
+    The preset gives ``keep``, ``taper``, ``chunk`` and ``plain_keep`` if they are not given; a ``keep`` that is given
+    stays the same in all rounds, unless ``taper`` is given too. With a ``budget``, ``keep`` follows from it.
+    ``momentum`` defaults to 0.8, and to 0.7 with a delay: what comes late is better amplified less.
     """
     if not isinstance(preset, str) or preset not in PRESETS:
         raise MethodError(f"preset={preset!r}: unknown; there are {', '.join(PRESETS)}")
@@ -277,12 +293,26 @@ def decoupled(
     if momentum is None:
         momentum = 0.7 if delay else 0.8  # benchmarks/exchange.py
     rule = Outer(lr=lr, momentum=momentum, decay=decay, carry=carry, release=release)
-    given = {"keep": keep, "chunk": chunk, "plain_keep": plain_keep}
+    if taper is None and keep is not None:
+        taper = 0
+    given = {"keep": keep, "taper": taper, "chunk": chunk, "plain_keep": plain_keep}
     numbers = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
     codec = TopK(numbers.keep, bits, numbers.chunk, transform, plain_keep=numbers.plain_keep)
     limit = None if budget is None else Budget.parse(budget)
     return Method(
-        "decoupled", Drift, every, rule, codec, drain, delay, exchange, keep_down, first_rounds, first_keep, limit
+        "decoupled",
+        Drift,
+        every,
+        rule,
+        codec,
+        drain,
+        delay,
+        exchange,
+        keep_down,
+        first_rounds,
+        first_keep,
+        numbers.taper,
+        limit,
     )
 
 
@@ -294,10 +324,12 @@ METHODS: dict[str, Callable[..., Method]] = {
 # and from the signatures above. tests/test_config.py checks that no option is missing.
 OPTIONS: dict[str, str] = {
     "every": "Local steps between two rounds (papers: H).",
-    "preset": f"How thin messages are: {', '.join(PRESETS)}. It gives `keep`, `chunk` and `plain_keep`.",
-    "budget": "Bytes that a replica may send in a round, on average, such as 200kB; or a share of a link, such as "
-    "'10% of 50Mbit/s'. A controller then sets `keep` for each round.",
+    "preset": f"How thin messages are: {', '.join(PRESETS)}. It gives `keep`, `taper`, `chunk` and `plain_keep`.",
+    "budget": "Bytes that a replica may send in a round, such as 200kB; or a share of a link, such as "
+    "'10% of 50Mbit/s'. `keep` then follows from it.",
     "keep": "Coefficients sent of each 64 x 64 chunk; smaller and larger chunks send in proportion to their area.",
+    "taper": "`keep` falls as this power of the drift does, by halves, once the drift is smaller than it was: bytes "
+    "count while the learning rate is high. 0: `keep` stays, as it does if only `keep` is given.",
     "bits": "Bits of each coefficient sent: 1, 2, 4, 8, 16 or 32.",
     "lr": "Learning rate of the outer step; the inner optimizer has one of its own.",
     "momentum": "Nesterov momentum of the outer step; decoupled has 0.8, and 0.7 with a delay.",

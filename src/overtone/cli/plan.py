@@ -15,11 +15,12 @@ from rich.console import Group
 from rich.table import Table
 
 from overtone.cli.console import out
-from overtone.codec import Payload
+from overtone.codec import Payload, TopK
 from overtone.common import limits
 from overtone.common.limits import human_bytes
 from overtone.errors import ConfigError
-from overtone.exchange.choice import Cost, cost_of
+from overtone.exchange.choice import Cost, cost_of, costs_of
+from overtone.exchange.control import UNKNOWN, Controller
 from overtone.exchange.message import HEADER_BYTES, Seal
 from overtone.ledger import Count
 from overtone.methods import METHODS, Method, method_named, takes
@@ -44,7 +45,17 @@ class Plan:
 
 def run_plan(flags: Plan) -> None:
     """Print the plan."""
-    out.print(describe(flags.choice.build(), shapes_of(flags.task), flags.replicas))
+    shapes = shapes_of(flags.task)
+    out.print(describe(at_peak(flags.choice.build(), shapes, flags.replicas), shapes, flags.replicas))
+
+
+def at_peak(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> Method:
+    """The method with the `keep` that its budget pays for, while the drift is at its largest."""
+    if method.budget is None or replicas == 1:
+        return method
+    slabs = method.codec.layout([torch.Size(shape) for shape in shapes.values()]).slabs
+    controller = Controller(UNKNOWN, method.taper, method.budget, costs_of(method, slabs, (), replicas))
+    return method.with_keep(controller.begin().keep)
 
 
 def describe(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> Group:
@@ -76,11 +87,12 @@ def dry_run(config: Run) -> Group:
     every = {key: value for key, value in config.choice.options().items() if key == "every"}
     for name in METHODS:
         options = every if "every" in takes(name) else {}
-        method = config.choice.build() if name == config.choice.method else method_named(name, **options)
+        chosen = name == config.choice.method
+        method = at_peak(config.choice.build(), shapes, world) if chosen else method_named(name, **options)
         message, sent = round_bytes(method, shapes, world)
         rounds = config.training.steps // method.every if method.every else 0
         shown.add_row(
-            f"[bold]{name}[/bold]" if name == config.choice.method else name,
+            f"[bold]{name}[/bold]" if chosen else name,
             str(method.every or "never"),
             human_bytes(message),
             human_bytes(sent),
@@ -161,8 +173,21 @@ def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int
         f"{method.name}: {parameters / 1e6:.2f} M parameters, {human_bytes(message)} per message, every "
         f"{method.every} steps, {_pattern(method, shapes, replicas)}: each of {replicas} replicas sends about "
         f"{human_bytes(sent)} a round, {8 * message / parameters:.3g} bits per parameter and message."
-        f"{lossy}{_rounds(method, shapes, replicas)}"
+        f"{lossy}{_control(method)}{_rounds(method, shapes, replicas)}"
     )
+
+
+def _control(method: Method) -> str:
+    """What a controller does with `keep` during a run."""
+    if not method.controlled:
+        return ""
+    assert isinstance(method.codec, TopK), "checked when the method was built"
+    told = f"\nkeep is {method.codec.keep} at first"
+    if method.budget is not None and not method.budget.bytes:
+        told += f", then what {method.budget} pays for, which depends on the time of a round"
+    elif method.budget is not None:
+        told += f", which is what {method.budget} pay for"
+    return f"{told}{'; it falls with the drift, so a run sends less than that' if method.taper else ''}."
 
 
 def _rounds(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from overtone.codec import Payload
+from overtone.codec import Payload, TopK
 from overtone.coding import fingerprint
 from overtone.coding.kernels import kernels_for
 from overtone.coding.layout import part_of
@@ -96,9 +96,11 @@ class Exchanger:
         self.pattern = pattern_for(method, self._context, transport.size)
         self._deal = self.pattern.deal(transport.size)
         self.controller: Controller | None = None
-        if method.budget is not None:
+        if method.controlled:
             sizes = [shared.numel() for shared in buffers.shared]
-            self.controller = Controller(method.budget, costs_of(method, self.layout.slabs, sizes, transport.size))
+            cost = costs_of(method, self.layout.slabs, sizes, transport.size)
+            assert isinstance(method.codec, TopK), "checked when the method was built"
+            self.controller = Controller(method.codec.keep, method.taper, method.budget, cost)
         # In the simulator, time is virtual.
         self._clock: Callable[[], float] = getattr(transport, "now", time.perf_counter)
         self._started: float | None = None  # when the last round started
@@ -170,7 +172,7 @@ class Exchanger:
             deal = pattern_named(pattern, row, self._context, members).deal(members)
         elif peers != self.transport.size:  # some are away
             deal = self.pattern.deal(peers)
-        energies = Energies() if row.budget is not None else None
+        energies = Energies() if row.controlled else None
         return SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal, energies)
 
     def _row(self) -> Method:

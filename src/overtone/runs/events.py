@@ -238,7 +238,7 @@ class RoundDone(Stamp):
     left_out: list[int]
     """Ranks whose message was refused, if the policy is to go on without them."""
     keep: int | None
-    """Coefficients that the controller kept of each 64 x 64 chunk in this round; null without a budget."""
+    """Coefficients that the controller kept of each 64 x 64 chunk in this round; null if none sets `keep`."""
     control: str
     """Why the controller keeps another number in the next round; empty if it does not."""
 
