@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 
 import overtone
+import paired
 from cells import arguments, found, make
 from overtone import Cluster
 from overtone.report import comparison, history
@@ -36,7 +36,6 @@ RUNS = Path("runs/exchange")
 RESULTS = Path("benchmarks/results/exchange.md")
 SEEDS = (0, 1, 2)
 EVERY = 10
-STUDENT = {2: 12.706, 3: 4.303}  # 95 % quantile of Student's t for so many differences
 
 KEEP = {8: 64, 16: 32, 32: 32}  # by replicas
 LIMIT = "decoupled:keep=128,exchange=gathered"  # at four replicas: the bytes that sharded may cost at 8 and more
@@ -177,17 +176,8 @@ def results(part: str, text: str, replicas: int, made: Sequence[Cell]) -> Iterat
         yield Result(part, text, replicas, cell.entry, run.seed, loss, finish["bytes_sent"], finish["bytes_received"])
 
 
-def difference(rows: Sequence[Result], other: Sequence[Result]) -> tuple[float, float]:
-    """The mean of the paired relative differences in per cent, and half of its 95 % interval."""
-    by_seed = {row.seed: row.loss for row in other}
-    found = [100 * (row.loss / by_seed[row.seed] - 1) for row in rows]
-    half = STUDENT[len(found)] * stdev(found) / math.sqrt(len(found)) if len(found) in STUDENT else math.nan
-    return fmean(found), half
-
-
 def shown(rows: Sequence[Result], other: Sequence[Result]) -> str:
-    mean, half = difference(rows, other)
-    return f"{mean:+.2f} ± {half:.2f} %"
+    return paired.shown(*({row.seed: row.loss for row in some} for some in (rows, other)))
 
 
 def report(bytes_of: Sequence[Traffic], found: Sequence[Result]) -> str:

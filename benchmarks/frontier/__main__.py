@@ -1,7 +1,8 @@
 """Loss against bytes, on models of 0.4 to 10 M parameters: `make frontier`.
 
 The cells are in grid.py, the models and their data in settings.py. A finished run becomes a row of
-benchmarks/results/frontier.csv, and is not made again. An interrupted study continues with the runs that are left.
+benchmarks/results/frontier.csv, and is not made again; frontier.md beside it has the tables. An interrupted study
+continues with the runs that are left.
 `--status` only says how many are done. The texts and images are looked for in the directory of --data.
 """
 
@@ -12,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cells import arguments, make
-from frontier import results
+from frontier import results, tables
 from frontier.grid import asks
 from frontier.results import Key
 from frontier.settings import settings
@@ -20,6 +21,7 @@ from overtone.report import comparison
 from overtone.report.comparison import Cell
 
 RUNS = Path("runs/frontier")
+PAGE = Path("benchmarks/results/frontier.md")
 
 
 def cells(place: Path, only: str) -> Iterator[tuple[Key, Cell]]:
@@ -58,6 +60,7 @@ def main() -> None:
         make(RUNS, left, args.workers)
         rows = collect(found)
     results.save(rows.values())
+    PAGE.write_text(tables.page(rows, {one.name: one.about for one in settings(args.data, RUNS).values()}))
     print(f"{len([key for key, _ in found if key in rows])} of {len(found)} cells are done; {results.TABLE}")
 
 

@@ -1,0 +1,111 @@
+"""What the study has found, as tables: every method of a setting against the best DiLoCo, by bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+import paired
+from frontier.results import Row, Rows
+from frontier.settings import EVERY
+
+# Numbers that most entries have are not said in their labels.
+UNSAID = ("lr=0.9", "momentum=0.8", "exchange=gathered")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one entry, by seed."""
+
+    entry: str
+    runs: Mapping[int, Row]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {seed: row.loss for seed, row in self.runs.items()}
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses.values())
+
+    @property
+    def accuracy(self) -> float:
+        return fmean(row.accuracy for row in self.runs.values())
+
+    @property
+    def bytes(self) -> float:
+        """The larger of sent and received of a replica in a whole run, the last messages included."""
+        return fmean(max(row.sent, row.received) for row in self.runs.values())
+
+    @property
+    def label(self) -> str:
+        """The entry in words."""
+        name, _, options = self.entry.partition(":")
+        said = [option for option in options.split(",") if option and option not in UNSAID]
+        return f"{name} {', '.join(option.replace('=', ' ') for option in said)}".strip()
+
+    @property
+    def is_dense(self) -> bool:
+        """True for DiLoCo at the usual number of steps between rounds, whatever its other numbers are."""
+        return self.entry.startswith("diloco:") and "every=" not in self.entry
+
+
+def grouped(rows: Iterable[Row]) -> list[Group]:
+    """The runs by their entry."""
+    found: dict[str, dict[int, Row]] = defaultdict(dict)
+    for row in rows:
+        found[row.entry][row.seed] = row
+    return [Group(entry, runs) for entry, runs in found.items()]
+
+
+def best(groups: Iterable[Group]) -> Group:
+    """The best DiLoCo on the seed that all its settings have."""
+    dense = [group for group in groups if group.is_dense and 0 in group.runs]
+    return min(dense, key=lambda group: group.runs[0].loss if math.isfinite(group.runs[0].loss) else math.inf)
+
+
+def page(rows: Rows, about: Mapping[str, str]) -> str:
+    """All tables. ``about`` has the settings in words."""
+    lines = [
+        "# The frontier: loss against bytes",
+        "",
+        "Made by `make frontier` (benchmarks/frontier/). A round every "
+        f"{EVERY} steps if not said otherwise; outer learning rate 0.9 and momentum 0.8 if not said otherwise. Bytes "
+        "are those of a whole run, the larger of sent and received of a replica, the last messages included. Losses "
+        "are compared with the best DiLoCo of the table, paired by seed, with a 95 % interval (Student's t) where "
+        "there are several seeds. *Gain kept*: the share of that DiLoCo's gain over `alone`.",
+    ]
+    for setting, replicas in sorted({(row.setting, row.replicas) for row in rows.values()}):
+        here = grouped(row for row in rows.values() if (row.setting, row.replicas) == (setting, replicas))
+        if any(group.is_dense and 0 in group.runs for group in here):
+            lines += ["", f"## {setting}, {replicas} replicas: {about.get(setting, '')}", "", *_table(here)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(groups: list[Group]) -> list[str]:
+    reference = best(groups)
+    alone = next((group for group in groups if group.entry == "alone"), None)
+    images = not math.isnan(reference.accuracy)
+    lines = [
+        f"| method | seeds | loss | against DiLoCo |{' top-1 |' if images else ''} fewer bytes | gain kept |",
+        f"|---|---|---|---|{'---|' if images else ''}---|---|",
+    ]
+    for group in sorted(groups, key=lambda group: (-group.bytes, group.loss)):
+        fewer = f"{reference.bytes / group.bytes:.4g}x" if group.bytes else "none sent"
+        accuracy = f" {100 * group.accuracy:.1f} % |" if images else ""
+        lines.append(
+            f"| {group.label} | {len(group.runs)} | {group.loss:.4f} | {paired.shown(group.losses, reference.losses)} "
+            f"|{accuracy} {fewer} | {_gain(group, reference, alone)} |"
+        )
+    return lines
+
+
+def _gain(group: Group, reference: Group, alone: Group | None) -> str:
+    """The share of DiLoCo's gain over `alone`, over the seeds that all three have."""
+    if alone is None or not (seeds := group.runs.keys() & reference.runs.keys() & alone.runs.keys()):
+        return ""
+    ends = [fmean(one.runs[seed].loss for seed in seeds) for one in (alone, group, reference)]
+    return f"{(ends[0] - ends[1]) / (ends[0] - ends[2]):.0%}"
