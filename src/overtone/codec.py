@@ -25,7 +25,7 @@ from overtone.coding.kernels import Kernels, in_torch
 from overtone.coding.kernels.in_torch import SparseGrid
 from overtone.coding.layout import Layout
 from overtone.coding.spectrum import gaussian_share
-from overtone.coding.transforms import TRANSFORMS
+from overtone.coding.transforms import TRANSFORMS, TURNING
 from overtone.coding.values import Values, encode_values, open_exceptions, open_steps, open_values
 from overtone.errors import MethodError, NotFiniteError
 
@@ -87,6 +87,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def turns(self) -> bool:
+        """True if the basis is another one in each round."""
+        ...
+
+    @property
     def whole(self) -> Codec | None:
         """The codec of the draining messages: every coefficient at one bit. None if this codec leaves no residual."""
         ...
@@ -136,6 +141,7 @@ class Dense:
     """
 
     lossless = True
+    turns = False
     payload = Payload.NUMBERS
     whole = None
 
@@ -206,6 +212,11 @@ class TopK:
             raise MethodError(f"transform={self.transform!r}: choose one of {', '.join(TRANSFORMS)}")
         if self.plain_below < 0:
             raise MethodError(f"plain_below={self.plain_below}: a number of values, 0 or more")
+
+    @property
+    def turns(self) -> bool:
+        """True if each round selects in another basis: coding/turns.py."""
+        return self.transform == TURNING
 
     @property
     def lossless(self) -> bool:

@@ -337,7 +337,8 @@ OPTIONS: dict[str, str] = {
     "carry": "Share of the residual that stays in the replica's own weights between rounds.",
     "release": "Share of the sent coefficients that leaves the residual.",
     "transform": "Transform of each chunk before the strongest coefficients are chosen: dct, hadamard (sums only: the "
-    "same bits on every machine), random (a fixed rotation) or none.",
+    "same bits on every machine), turning (signs and sums, another basis in each round), random (a fixed rotation) or "
+    "none.",
     "chunk": "Side of the square chunks into which tensors are cut for the transform.",
     "first_rounds": "Rounds at the beginning of the run in which `first_keep` takes the place of `keep`.",
     "first_keep": "Coefficients sent of each 64 x 64 chunk in the first rounds: what parts the replicas early, parts "

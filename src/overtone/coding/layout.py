@@ -54,13 +54,13 @@ class Layout:
         return zeros(self.size, device)
 
     def scratch(self, slab: Slab, index: int, device: torch.device) -> Tensor:
-        """One of three scratch areas, as large as the slab.
+        """One of four scratch areas, as large as the slab.
 
         They are used again, because new memory costs more time than the work in it.
         """
         if device not in self._scratch:
             largest = max((slab.size for slab in self.slabs), default=0)
-            areas = torch.empty(3, largest, dtype=torch.float32, device=device)
+            areas = torch.empty(4, largest, dtype=torch.float32, device=device)
             self._scratch[device] = in_large_pages(areas)
         return self._scratch[device][index, : slab.size].view(slab.chunks, slab.area)
 

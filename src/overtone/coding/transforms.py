@@ -224,4 +224,8 @@ class Hadamard:
 
 
 DCT, RANDOM, HADAMARD = Product(cosine_basis), Product(random_basis), Hadamard()
-TRANSFORMS: dict[str, Transform | None] = {"dct": DCT, "hadamard": HADAMARD, "random": RANDOM, "none": None}
+# The transform that a layout applies once. A basis that turns is another in each round: turns.py.
+TURNING = "turning"
+TRANSFORMS: dict[str, Transform | None] = {
+    "dct": DCT, "hadamard": HADAMARD, "random": RANDOM, TURNING: None, "none": None,
+}  # fmt: skip

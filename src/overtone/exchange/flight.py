@@ -133,7 +133,7 @@ def take_back(saved: Mapping[str, Any], exchanger: Exchanger) -> dict[str, Any]:
         tensors = {name: tensor.clone() for name, tensor in saved["state"].items()}
     except (AttributeError, KeyError, TypeError):
         return rest  # whoever restores the state finds what it lacks
-    work = exchanger.work(_row(flight, exchanger), *_among(flight))
+    work = exchanger.work(_row(flight, exchanger), *_among(flight), index=int(saved["counts"]["rounds"]))
     # The residual then contains the drift up to the measurement, and the next drift begins there.
     if work.withdraw(tensors, _restore_blocks(flight["blocks"])):
         return {**rest, "state": tensors, "signal": list(flight["measured_at"])}

@@ -23,6 +23,7 @@ from overtone.codec import Payload, TopK
 from overtone.coding import fingerprint
 from overtone.coding.kernels import kernels_for
 from overtone.coding.layout import part_of
+from overtone.coding.turns import Turn
 from overtone.errors import GaveUpError, NotFiniteError, StateError
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.choice import costs_of, pattern_for, pattern_named
@@ -165,15 +166,18 @@ class Exchanger:
         self.in_flight = pending if pending.overlapped else None
         return pending
 
-    def work(self, row: Method, pattern: str | None = None, members: int = 0) -> SlabWork:
-        """The work of a round of this method. ``pattern`` and ``members`` are those of another world, if given."""
+    def work(self, row: Method, pattern: str | None = None, members: int = 0, index: int | None = None) -> SlabWork:
+        """The work of a round of this method. ``pattern``, ``members`` and the ``index`` of the round are those of
+        another world, if given."""
         deal, peers = self._deal, len(self.transport.peers)
         if pattern is not None:
             deal = pattern_named(pattern, row, self._context, members).deal(members)
         elif peers != self.transport.size:  # some are away
             deal = self.pattern.deal(peers)
         energies = Energies() if row.controlled else None
-        return SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal, energies)
+        round_index = self.state.rounds if index is None else index
+        turn = Turn(round_index, self.layout, self.kernels) if row.codec.turns else None
+        return SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal, turn, energies)
 
     def _row(self) -> Method:
         """The method of the next round, with the `keep` of that round."""

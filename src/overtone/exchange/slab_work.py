@@ -14,6 +14,7 @@ from overtone.codec import Block, Codec, Decoded
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels
 from overtone.coding.layout import Layout, inner_part, parts_of
+from overtone.coding.turns import Turn
 from overtone.exchange.dealing import Deal
 from overtone.exchange.probe import Look
 from overtone.exchange.signals import Sources
@@ -75,6 +76,7 @@ class SlabWork:
     rule: Rule
     codec: Codec
     deal: Deal
+    turn: Turn | None = None  # the basis of this round, if it has one of its own
     energies: Energies | None = None  # measured only where a controller asks for them
     look: Look | None = None  # sees all that passes by, if this round is looked at
 
@@ -93,13 +95,15 @@ class SlabWork:
             norms.append(signal.norm())
             if self.look is not None:
                 self.look.select(slab, coeffs)
+            if self.turn is not None and not slab.plain:
+                coeffs = self.turn.forward(coeffs, slab)
             for number in self.deal.inside[slab.offset]:
                 piece = self.deal.pieces[number].slab
                 here = coeffs if piece is slab else inner_part(coeffs, slab, piece)
                 block, decoded = self.codec.encode(here, piece, self.kernels)
                 # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is
                 # refused.
-                self.rule.sent(parts_of(state, piece), decoded)
+                self.rule.sent(parts_of(state, piece), self._back(decoded, piece))
                 if self.energies is not None:
                     self.energies.add_sent(decoded.values)
                 if self.look is not None:
@@ -114,11 +118,13 @@ class SlabWork:
         for slab in layout.slabs:
             mean = received.mean(slab, layout.scratch(slab, 2, self.device), over_senders=self.rule.over_senders)
             here = parts_of(state, slab)
-            if self.energies is not None:
-                self.energies.add_mean(mean, here.get("momentum"))
             if received.may_return:
                 for piece, decoded in received.returned(slab):
-                    self.rule.withdraw(parts_of(state, piece), decoded)
+                    self.rule.withdraw(parts_of(state, piece), self._back(decoded, piece))
+            if self.turn is not None and not slab.plain:
+                mean = self.turn.back(mean, slab)
+            if self.energies is not None:
+                self.energies.add_mean(mean, here.get("momentum"))
             if self.look is not None:
                 self.look.hear(slab, mean, here)
             self.rule.absorb(here, mean, layout.target(slab, matrices, self.kernels))
@@ -136,5 +142,14 @@ class SlabWork:
         # Not strict: a replica that could not encode has no blocks.
         for piece, block in zip(self.deal.pieces, blocks, strict=False):
             decoded = self.codec.decode_own(block, piece.slab, self.kernels)
-            kept |= self.rule.withdraw(parts_of(state, piece.slab), decoded)
+            kept |= self.rule.withdraw(parts_of(state, piece.slab), self._back(decoded, piece.slab))
         return kept
+
+    def _back(self, decoded: Decoded, piece: Slab) -> Decoded:
+        """What was decoded, in the basis of the state."""
+        if self.turn is None or piece.plain:
+            return decoded
+        # Area 2 still has the coefficients, or the mean, of the whole slab.
+        whole = self.layout.scratch(piece, 0, self.device).zero_()
+        decoded.add_to(whole)
+        return Decoded(None, self.turn.back(whole, piece))
