@@ -32,6 +32,10 @@ METHODS = {
     "diloco, delayed": overtone.diloco(every=EVERY, delay=1),
     "decoupled_hadamard": small(partial(overtone.decoupled, transform="hadamard")),
     "published, delayed": overtone.published(**SMALL, delay=EVERY),
+    "decoupled, turning": overtone.decoupled(**SMALL, transform="turning", exchange="gathered"),
+    "decoupled, turning, sharded, delayed": overtone.decoupled(
+        **SMALL, transform="turning", taper=2, momentum=0.0, lr=2.0, exchange="sharded", delay=2
+    ),
     "decoupled, thin": overtone.decoupled(**SMALL, preset="thin", exchange="gathered"),
     "decoupled, first rounds, delayed": overtone.decoupled(
         **SMALL, first_rounds=1, first_keep=900, exchange="sharded", delay=1

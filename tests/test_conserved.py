@@ -32,6 +32,7 @@ CODECS = [
     TopK(keep=300, bits=2),
     TopK(keep=64, bits=32),
     TopK(keep=4096, bits=32),
+    TopK(keep=64, transform="turning"),
 ]
 
 
@@ -98,7 +99,8 @@ def owed(replica: Replica) -> Tensor:
     if pending is not None:
         for piece, block in zip(pending.work.deal.pieces, pending.contribution.blocks, strict=True):
             sent = torch.zeros(piece.slab.chunks, piece.slab.area)
-            pending.work.codec.decode_own(block, piece.slab).add_to(sent)
+            decoded = pending.work.codec.decode_own(block, piece.slab)
+            pending.work.in_state_basis(decoded, piece.slab).add_to(sent)
             part_of(total, piece.slab).add_(sent)
     return total
 

@@ -103,7 +103,7 @@ class SlabWork:
                 block, decoded = self.codec.encode(here, piece, self.kernels)
                 # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is
                 # refused.
-                self.rule.sent(parts_of(state, piece), self._back(decoded, piece))
+                self.rule.sent(parts_of(state, piece), self.in_state_basis(decoded, piece))
                 if self.energies is not None:
                     self.energies.add_sent(decoded.values)
                 if self.look is not None:
@@ -120,7 +120,7 @@ class SlabWork:
             here = parts_of(state, slab)
             if received.may_return:
                 for piece, decoded in received.returned(slab):
-                    self.rule.withdraw(parts_of(state, piece), self._back(decoded, piece))
+                    self.rule.withdraw(parts_of(state, piece), self.in_state_basis(decoded, piece))
             if self.turn is not None and not slab.plain:
                 mean = self.turn.back(mean, slab)
             if self.energies is not None:
@@ -142,10 +142,10 @@ class SlabWork:
         # Not strict: a replica that could not encode has no blocks.
         for piece, block in zip(self.deal.pieces, blocks, strict=False):
             decoded = self.codec.decode_own(block, piece.slab, self.kernels)
-            kept |= self.rule.withdraw(parts_of(state, piece.slab), self._back(decoded, piece.slab))
+            kept |= self.rule.withdraw(parts_of(state, piece.slab), self.in_state_basis(decoded, piece.slab))
         return kept
 
-    def _back(self, decoded: Decoded, piece: Slab) -> Decoded:
+    def in_state_basis(self, decoded: Decoded, piece: Slab) -> Decoded:
         """What was decoded, in the basis of the state."""
         if self.turn is None or piece.plain:
             return decoded
