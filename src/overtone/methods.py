@@ -243,16 +243,15 @@ class Preset:
     """How thin the messages of `decoupled` are, and the numbers that go with it. benchmarks/frontier chose them."""
 
     keep: int
-    taper: int
     chunk: int
     plain_keep: int
 
 
 PRESETS = {
-    "near": Preset(keep=128, taper=0, chunk=64, plain_keep=FULL_CHUNK),
-    "balanced": Preset(keep=128, taper=0, chunk=64, plain_keep=FULL_CHUNK),
-    "thin": Preset(keep=16, taper=2, chunk=128, plain_keep=512),
-    "thinnest": Preset(keep=8, taper=2, chunk=128, plain_keep=512),
+    "near": Preset(keep=128, chunk=64, plain_keep=FULL_CHUNK),
+    "balanced": Preset(keep=128, chunk=64, plain_keep=FULL_CHUNK),
+    "thin": Preset(keep=16, chunk=128, plain_keep=512),
+    "thinnest": Preset(keep=8, chunk=128, plain_keep=512),
 }
 DEFAULT_PRESET = "balanced"
 
@@ -263,7 +262,7 @@ def decoupled(
     preset: str = DEFAULT_PRESET,
     budget: str | None = None,
     keep: int | None = None,
-    taper: int | None = None,
+    taper: int = 0,
     bits: int = 1,
     lr: float = 0.9,
     momentum: float | None = None,
@@ -282,8 +281,8 @@ def decoupled(
 ) -> Method:
     """The default: replicas send the strongest coefficients of the residual and carry the rest in their own weights.
 
-    The preset gives ``keep``, ``taper``, ``chunk`` and ``plain_keep`` if they are not given; a ``keep`` that is given
-    stays the same in all rounds, unless ``taper`` is given too. With a ``budget``, ``keep`` follows from it.
+    The preset gives ``keep``, ``chunk`` and ``plain_keep`` if they are not given. With a ``budget``, ``keep`` follows
+    from it. With a ``taper``, it is the largest of the run.
     ``momentum`` defaults to 0.8, and to 0.7 with a delay: what comes late is better amplified less.
     """
     if not isinstance(preset, str) or preset not in PRESETS:
@@ -293,9 +292,7 @@ def decoupled(
     if momentum is None:
         momentum = 0.7 if delay else 0.8  # benchmarks/exchange.py
     rule = Outer(lr=lr, momentum=momentum, decay=decay, carry=carry, release=release)
-    if taper is None and keep is not None:
-        taper = 0
-    given = {"keep": keep, "taper": taper, "chunk": chunk, "plain_keep": plain_keep}
+    given = {"keep": keep, "chunk": chunk, "plain_keep": plain_keep}
     numbers = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
     codec = TopK(numbers.keep, bits, numbers.chunk, transform, plain_keep=numbers.plain_keep)
     limit = None if budget is None else Budget.parse(budget)
@@ -311,7 +308,7 @@ def decoupled(
         keep_down,
         first_rounds,
         first_keep,
-        numbers.taper,
+        taper,
         limit,
     )
 
@@ -324,12 +321,12 @@ METHODS: dict[str, Callable[..., Method]] = {
 # and from the signatures above. tests/test_config.py checks that no option is missing.
 OPTIONS: dict[str, str] = {
     "every": "Local steps between two rounds (papers: H).",
-    "preset": f"How thin messages are: {', '.join(PRESETS)}. It gives `keep`, `taper`, `chunk` and `plain_keep`.",
+    "preset": f"How thin messages are: {', '.join(PRESETS)}. It gives `keep`, `chunk` and `plain_keep`.",
     "budget": "Bytes that a replica may send in a round, such as 200kB; or a share of a link, such as "
     "'10% of 50Mbit/s'. `keep` then follows from it.",
     "keep": "Coefficients sent of each 64 x 64 chunk; smaller and larger chunks send in proportion to their area.",
-    "taper": "`keep` falls as this power of the drift does, by halves, once the drift is smaller than it was: bytes "
-    "count while the learning rate is high. 0: `keep` stays, as it does if only `keep` is given.",
+    "taper": "`keep` falls as this power of the drift does, by halves, once the drift is smaller than it was. 0: `keep` "
+    "does not follow the drift.",
     "bits": "Bits of each coefficient sent: 1, 2, 4, 8, 16 or 32.",
     "lr": "Learning rate of the outer step; the inner optimizer has one of its own.",
     "momentum": "Nesterov momentum of the outer step; decoupled has 0.8, and 0.7 with a delay.",

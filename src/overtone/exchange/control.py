@@ -3,8 +3,8 @@
 Every message carries its `keep` and a *tell*: what its sender has measured. All replicas read the same tells, compute
 with them in rank order and in Python's own numbers, and so come to the same `keep` without a further message.
 
-The drift decides. Bytes count while replicas move fast, at the peak of the learning rate. Later the drift is small, and
-few bytes do: docs/frontier.md. So `keep` falls with the drift, by halves. A budget says how large `keep` may be before.
+A budget says how large `keep` may be. With a taper it falls with the drift, by halves: fewer bytes where the learning
+rate is low. Trials found no gain by that (docs/log.md), so it is off unless asked for.
 
     drift      Σ‖G‖², against the largest of all rounds so far
     lag        Σ‖E‖² / Σ‖G‖²: how many rounds of drift the residuals hold, after the message has left
