@@ -282,8 +282,8 @@ def decoupled(
     """The default: replicas send the strongest coefficients of the residual and carry the rest in their own weights.
 
     The preset gives ``keep``, ``chunk`` and ``plain_keep`` if they are not given. With a ``budget``, ``keep`` follows
-    from it. With a ``taper``, it is the largest of the run.
-    ``momentum`` defaults to 0.8, and to 0.7 with a delay: what comes late is better amplified less.
+    from it. With a ``taper``, it is the largest of the run. ``momentum`` defaults to 0.8, and to 0.7 with a delay: what
+    comes late is better amplified less.
     """
     if not isinstance(preset, str) or preset not in PRESETS:
         raise MethodError(f"preset={preset!r}: unknown; there are {', '.join(PRESETS)}")
@@ -325,7 +325,7 @@ OPTIONS: dict[str, str] = {
     "budget": "Bytes that a replica may send in a round, such as 200kB; or a share of a link, such as "
     "'10% of 50Mbit/s'. `keep` then follows from it.",
     "keep": "Coefficients sent of each 64 x 64 chunk; smaller and larger chunks send in proportion to their area.",
-    "taper": "`keep` falls as this power of the drift does, by halves, once the drift is smaller than it was. 0: `keep` "
+    "taper": "`keep` falls as this power of the drift does, by halves, once the drift is smaller than it was. 0: it "
     "does not follow the drift.",
     "bits": "Bits of each coefficient sent: 1, 2, 4, 8, 16 or 32.",
     "lr": "Learning rate of the outer step; the inner optimizer has one of its own.",
