@@ -130,6 +130,20 @@ def test_a_planted_wave_is_found_in_its_band() -> None:
     assert record["whole"]["drift"] == pytest.approx(math.hypot(7, 8, other["drift"]), rel=1e-4)
 
 
+def test_a_look_at_a_basis_that_turns_sees_what_it_selects_from() -> None:
+    """What all replicas say alike is heard alike; a wave is noise in the basis of any round."""
+    wave = DCT.inverse(
+        torch.zeros(1, 64, 64).index_put((torch.tensor(0), torch.tensor(20), torch.tensor(5)), torch.tensor(7.0))
+    )
+    method = overtone.decoupled(every=1, keep=128, transform="turning", exchange="gathered")
+    _, record = planted(lambda *_: wave[0], method, replicas=3, rounds=2)
+    layer, _, other = record["layers"]
+    assert record["basis"] == "hadamard"
+    assert layer["agreement"] == pytest.approx(1.0, abs=1e-4)
+    assert other["agreement"] < 0.6
+    assert layer["energy"]["owed"]["hadamard"] == pytest.approx(layer["gaussian"], rel=0.1)
+
+
 def test_planted_values_are_found_in_their_rows_and_columns() -> None:
     values = torch.zeros(64, 64)
     values[40:48, 8:16] = 1.0

@@ -76,7 +76,9 @@ class Probe:
         # A dense method has no chunks. Its drift is measured in the chunks that a TopK codec would have.
         self.ruler = method.codec if isinstance(method.codec, TopK) else TopK(transform="none")
         self.layout = layout if self.selects else self.ruler.layout(list(self.shapes.values()))
-        self.bases = tuple(dict.fromkeys((*BASES, self.ruler.transform)))
+        # A basis that turns is Hadamard's, after signs that are others in each round.
+        self.own_basis = "hadamard" if self.ruler.turns else self.ruler.transform
+        self.bases = tuple(dict.fromkeys((*BASES, self.own_basis)))
         # In a mean over senders, a value that only this replica sent is not smaller: no agreement can be seen in it.
         self.hears_all = not method.rule.over_senders
         self.memory: Memory | None = None
@@ -139,14 +141,16 @@ class Look:
             if self.remembers:
                 before.copy_(values)
 
-    def select(self, slab: Slab, coeffs: Tensor) -> None:
-        """See the coefficients from which the codec selects, (chunks, area)."""
+    def select(self, slab: Slab, coeffs: Tensor, turned: Tensor | None = None) -> None:
+        """See the coefficients from which the codec selects, (chunks, area). If it selects in a basis that turns, these
+        are ``turned``."""
         if not self.measures or not self.probe.selects:
             return
         values, transform = coeffs, self.probe.layout.transform
         if transform is not None and not slab.plain:
             values = transform.inverse(coeffs.view(slab.chunks, slab.h, slab.w)).view(coeffs.shape)
-        self._spread("owed", slab, values, tensors_of(slab, self.probe.device), coeffs)
+        own = coeffs if turned is None else turned
+        self._spread("owed", slab, values, tensors_of(slab, self.probe.device), own)
 
     def send(self, slab: Slab, piece: Slab, decoded: Decoded) -> None:
         """See the values that were sent of a piece of a slab."""
@@ -199,7 +203,7 @@ class Look:
             "round": done.index,
             "step": step,
             "replicas": self.replicas,
-            "basis": probe.ruler.transform if probe.selects else None,
+            "basis": probe.own_basis if probe.selects else None,
             "keep": probe.ruler.keep,
             "strongest": list(STRONGEST),
             # Norms are those of all tensors, the other numbers those of all tensors that are cut into chunks.
@@ -220,7 +224,7 @@ class Look:
         sums.add(f"{of} in chunks", owners, energy(values, slab.chunks))
         for basis in probe.bases:
             transform, here = TRANSFORMS[basis], values
-            if coeffs is not None and basis == probe.ruler.transform:
+            if coeffs is not None and basis == probe.own_basis:
                 here = coeffs
             elif transform is not None:
                 here = transform.forward(values.view(shape)).view(values.shape)

@@ -93,10 +93,11 @@ class SlabWork:
             signal = layout.read_slab(slab, plus, minus, self.device, self.kernels, scale)
             coeffs = self.rule.accumulate(parts_of(state, slab), signal)
             norms.append(signal.norm())
+            turned = self.turn.forward(coeffs, slab) if self.turn is not None and not slab.plain else None
             if self.look is not None:
-                self.look.select(slab, coeffs)
-            if self.turn is not None and not slab.plain:
-                coeffs = self.turn.forward(coeffs, slab)
+                self.look.select(slab, coeffs, turned)
+            if turned is not None:
+                coeffs = turned
             for number in self.deal.inside[slab.offset]:
                 piece = self.deal.pieces[number].slab
                 here = coeffs if piece is slab else inner_part(coeffs, slab, piece)
@@ -121,12 +122,12 @@ class SlabWork:
             if received.may_return:
                 for piece, decoded in received.returned(slab):
                     self.rule.withdraw(parts_of(state, piece), self.in_state_basis(decoded, piece))
+            if self.look is not None:
+                self.look.hear(slab, mean, here)
             if self.turn is not None and not slab.plain:
                 mean = self.turn.back(mean, slab)
             if self.energies is not None:
                 self.energies.add_mean(mean, here.get("momentum"))
-            if self.look is not None:
-                self.look.hear(slab, mean, here)
             self.rule.absorb(here, mean, layout.target(slab, matrices, self.kernels))
         for matrix, target in zip(matrices, targets, strict=True):
             # `matrices` had to copy a tensor that is not contiguous: the result still has to go back.
