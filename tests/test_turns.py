@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import overtone
-from overtone import Cluster
+from overtone import Cluster, MethodError
 from overtone.codec import TopK
 from overtone.coding.kernels import in_numba, in_torch
 from overtone.coding.turns import Turn
@@ -76,6 +76,11 @@ def test_what_is_left_of_a_residual_is_smaller_than_in_a_fixed_basis() -> None:
         owed[transform] = float(residual.square().mean())
     assert owed["turning"] < 0.75 * owed["hadamard"]
     assert 10 < owed["turning"] < 20  # rounds of drift: about one over the energy of 32 strongest of 4096 Gaussians
+
+
+def test_a_chunk_that_cannot_turn_is_refused() -> None:
+    with pytest.raises(MethodError, match="chunk=48: only sides that are powers of two can turn"):
+        overtone.decoupled(transform="turning", chunk=48)
 
 
 def test_a_saved_run_goes_on_in_the_basis_of_its_round() -> None:

@@ -25,7 +25,7 @@ from overtone.coding.kernels import Kernels, in_torch
 from overtone.coding.kernels.in_torch import SparseGrid
 from overtone.coding.layout import Layout
 from overtone.coding.spectrum import gaussian_share
-from overtone.coding.transforms import TRANSFORMS, TURNING
+from overtone.coding.transforms import TRANSFORMS, TURNING, is_power_of_two
 from overtone.coding.values import Values, encode_values, open_exceptions, open_steps, open_values
 from overtone.errors import MethodError, NotFiniteError
 
@@ -210,6 +210,8 @@ class TopK:
             raise MethodError(f"bits={self.bits}: a value travels in {', '.join(map(str, BITS))} bits")
         if not isinstance(self.transform, str) or self.transform not in TRANSFORMS:
             raise MethodError(f"transform={self.transform!r}: choose one of {', '.join(TRANSFORMS)}")
+        if self.turns and not is_power_of_two(self.chunk):
+            raise MethodError(f"chunk={self.chunk}: only sides that are powers of two can turn; use 32, 64 or 128")
         if self.plain_below < 0:
             raise MethodError(f"plain_below={self.plain_below}: a number of values, 0 or more")
 
