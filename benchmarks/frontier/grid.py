@@ -51,6 +51,8 @@ def asks() -> Iterator[Ask]:
     yield Ask("keep", "llama", (diloco(), thin(64), thin(32), thin(16), thin(128), "alone", thin(8)))
     yield Ask("outer", "llama", (decoupled(32, *SUM), decoupled(32, *SUM, transform="turning")))
     yield Ask("taper", "llama", (decoupled(64, *SUM, taper=2, plain_keep=512, drain=1),))
+    yield Ask("decay", "llama", (decoupled(32, *SUM, transform="turning", decay=0.97),))
+    yield Ask("every", "llama", (thin(48, every=5, drain=1), diloco(every=5)))
     yield Ask("grid", "llama", (*(diloco(*outer) for outer in OUTER),))
     for rate in INNER_LR["llama"]:
         yield Ask("grid", "llama", (diloco(inner_lr=rate), thin(32, inner_lr=rate)))
