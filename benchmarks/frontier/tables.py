@@ -48,9 +48,10 @@ class Group:
         return f"{name} {', '.join(option.replace('=', ' ') for option in said)}".strip()
 
     @property
-    def is_dense(self) -> bool:
-        """True for DiLoCo at the usual number of steps between rounds, whatever its other numbers are."""
-        return self.entry.startswith("diloco:") and "every=" not in self.entry
+    def every(self) -> int:
+        """The local steps between two rounds."""
+        options = dict(option.split("=") for option in self.entry.partition(":")[2].split(",") if option)
+        return int(options.get("every", EVERY))
 
 
 def grouped(rows: Iterable[Row]) -> list[Group]:
@@ -61,10 +62,11 @@ def grouped(rows: Iterable[Row]) -> list[Group]:
     return [Group(entry, runs) for entry, runs in found.items()]
 
 
-def best(groups: Iterable[Group]) -> Group:
-    """The best DiLoCo on the seed that all its settings have."""
-    dense = [group for group in groups if group.is_dense and 0 in group.runs]
-    return min(dense, key=lambda group: group.runs[0].loss if math.isfinite(group.runs[0].loss) else math.inf)
+def best(groups: Iterable[Group], every: int) -> Group | None:
+    """The best DiLoCo with so many steps between rounds, on the seed that all its settings have."""
+    dense = [group for group in groups if group.entry.startswith("diloco:") and group.every == every]
+    finite = [group for group in dense if 0 in group.runs and math.isfinite(group.runs[0].loss)]
+    return min(finite, key=lambda group: group.runs[0].loss, default=None)
 
 
 def page(rows: Rows, about: Mapping[str, str]) -> str:
@@ -75,25 +77,26 @@ def page(rows: Rows, about: Mapping[str, str]) -> str:
         "Made by `make frontier` (benchmarks/frontier/). A round every "
         f"{EVERY} steps if not said otherwise; outer learning rate 0.9 and momentum 0.8 if not said otherwise. Bytes "
         "are those of a whole run, the larger of sent and received of a replica, the last messages included. Losses "
-        "are compared with the best DiLoCo of the table, paired by seed, with a 95 % interval (Student's t) where "
-        "there are several seeds. *Gain kept*: the share of that DiLoCo's gain over `alone`.",
+        "and bytes are compared with the best DiLoCo of the table that has as many steps between rounds, if there is "
+        "one, paired by seed, with a 95 % interval (Student's t) where there are several seeds. *Gain kept*: the share "
+        "of that DiLoCo's gain over `alone`.",
     ]
     for setting, replicas in sorted({(row.setting, row.replicas) for row in rows.values()}):
         here = grouped(row for row in rows.values() if (row.setting, row.replicas) == (setting, replicas))
-        if any(group.is_dense and 0 in group.runs for group in here):
-            lines += ["", f"## {setting}, {replicas} replicas: {about.get(setting, '')}", "", *_table(here)]
+        if usual := best(here, EVERY):
+            lines += ["", f"## {setting}, {replicas} replicas: {about.get(setting, '')}", "", *_table(here, usual)]
     return "\n".join(lines) + "\n"
 
 
-def _table(groups: list[Group]) -> list[str]:
-    reference = best(groups)
+def _table(groups: list[Group], usual: Group) -> list[str]:
     alone = next((group for group in groups if group.entry == "alone"), None)
-    images = not math.isnan(reference.accuracy)
+    images = not math.isnan(usual.accuracy)
     lines = [
         f"| method | seeds | loss | against DiLoCo |{' top-1 |' if images else ''} fewer bytes | gain kept |",
         f"|---|---|---|---|{'---|' if images else ''}---|---|",
     ]
     for group in sorted(groups, key=lambda group: (-group.bytes, group.loss)):
+        reference = best(groups, group.every) or usual
         fewer = f"{reference.bytes / group.bytes:.4g}x" if group.bytes else "none sent"
         accuracy = f" {100 * group.accuracy:.1f} % |" if images else ""
         lines.append(
