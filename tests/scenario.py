@@ -34,7 +34,7 @@ METHODS = {
     "published, delayed": overtone.published(**SMALL, delay=EVERY),
     "decoupled, turning": overtone.decoupled(**SMALL, transform="turning", exchange="gathered"),
     "decoupled, turning, sharded, delayed": overtone.decoupled(
-        **SMALL, transform="turning", taper=2, momentum=0.0, lr=2.0, exchange="sharded", delay=2
+        **SMALL, transform="turning", exchange="sharded", delay=2
     ),
     "decoupled, thin": overtone.decoupled(**SMALL, preset="thin", exchange="gathered"),
     "decoupled, first rounds, delayed": overtone.decoupled(

@@ -20,7 +20,7 @@ from overtone.common import limits
 from overtone.common.limits import human_bytes
 from overtone.errors import ConfigError
 from overtone.exchange.choice import Cost, cost_of, costs_of
-from overtone.exchange.control import UNKNOWN, Controller
+from overtone.exchange.control import LEAST_KEEP, UNKNOWN, Controller
 from overtone.exchange.message import HEADER_BYTES, Seal
 from overtone.ledger import Count
 from overtone.methods import METHODS, Method, method_named, takes
@@ -54,7 +54,8 @@ def at_peak(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int
     if method.budget is None or replicas == 1:
         return method
     slabs = method.codec.layout([torch.Size(shape) for shape in shapes.values()]).slabs
-    controller = Controller(UNKNOWN, method.taper, method.budget, costs_of(method, slabs, (), replicas))
+    cost = costs_of(method, slabs, (), replicas)
+    controller = Controller(UNKNOWN, method.taper, method.budget, cost, cost(LEAST_KEEP))
     return method.with_keep(controller.begin().keep)
 
 

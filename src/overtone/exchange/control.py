@@ -148,15 +148,18 @@ class Controller:
     two around what the budget pays for. It falls as the ``taper``-th power of the drift's norm does.
     """
 
-    def __init__(self, keep: int, taper: int, budget: Budget | None, cost: Callable[[int], int]) -> None:
+    def __init__(
+        self, keep: int, taper: int, budget: Budget | None, cost: Callable[[int], int], least: int = 0
+    ) -> None:
         self.keep = keep  # at the peak, without a budget
         self.taper = taper
         self.budget = budget
         self.cost = cost  # about the bytes that a replica sends in a round with this `keep`
-        if budget is not None and budget.bytes and cost(LEAST_KEEP) > budget.bytes:
+        # ``least`` are the bytes of a round with one coefficient of each chunk, if no buffer has changed.
+        if budget is not None and budget.bytes and least > budget.bytes:
             raise MethodError(
-                f"budget={budget.bytes}: a round takes {cost(LEAST_KEEP)} bytes even if it sends one coefficient of "
-                "each chunk; give at least that, or lower `plain_keep`"
+                f"budget={budget.bytes}: a round takes {least} bytes even if it sends one coefficient of each chunk; "
+                "give at least that, or lower `plain_keep`"
             )
 
     def begin(self) -> Control:

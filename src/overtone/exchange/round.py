@@ -28,7 +28,7 @@ from overtone.errors import GaveUpError, NotFiniteError, StateError
 from overtone.exchange.buffers import Buffers
 from overtone.exchange.choice import costs_of, pattern_for, pattern_named
 from overtone.exchange.consensus import compare_anchors, compare_counters, compare_progress
-from overtone.exchange.control import Controller, Tell
+from overtone.exchange.control import LEAST_KEEP, Controller, Tell
 from overtone.exchange.inner_step import InnerStep
 from overtone.exchange.message import NOBODY, Expected, Header, Kind, Seal
 from overtone.exchange.parameters import Parameters
@@ -96,12 +96,13 @@ class Exchanger:
         self._context = Context(self.layout, self.kernels, buffers, seal, self.device, refused, flags)
         self.pattern = pattern_for(method, self._context, transport.size)
         self._deal = self.pattern.deal(transport.size)
+        self._turns = method.codec.turns
         self.controller: Controller | None = None
         if method.controlled:
             sizes = [shared.numel() for shared in buffers.shared]
-            cost = costs_of(method, self.layout.slabs, sizes, transport.size)
+            cost, least = (costs_of(method, self.layout.slabs, some, transport.size) for some in (sizes, ()))
             assert isinstance(method.codec, TopK), "checked when the method was built"
-            self.controller = Controller(method.codec.keep, method.taper, method.budget, cost)
+            self.controller = Controller(method.codec.keep, method.taper, method.budget, cost, least(LEAST_KEEP))
         # In the simulator, time is virtual.
         self._clock: Callable[[], float] = getattr(transport, "now", time.perf_counter)
         self._started: float | None = None  # when the last round started
@@ -174,9 +175,9 @@ class Exchanger:
             deal = pattern_named(pattern, row, self._context, members).deal(members)
         elif peers != self.transport.size:  # some are away
             deal = self.pattern.deal(peers)
-        energies = Energies() if row.controlled else None
+        energies = Energies() if self.controller is not None and row.controlled else None
         round_index = self.state.rounds if index is None else index
-        turn = Turn(round_index, self.layout, self.kernels) if row.codec.turns else None
+        turn = Turn(round_index, self.layout, self.kernels) if self._turns else None
         return SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal, turn, energies)
 
     def _row(self) -> Method:

@@ -104,7 +104,8 @@ class SlabWork:
                 block, decoded = self.codec.encode(here, piece, self.kernels)
                 # The payload leaves the residual before anyone has read it. `withdraw` undoes this if the round is
                 # refused.
-                self.rule.sent(parts_of(state, piece), self.in_state_basis(decoded, piece))
+                own = decoded if turned is None else self.in_state_basis(decoded, piece)
+                self.rule.sent(parts_of(state, piece), own)
                 if self.energies is not None:
                     self.energies.add_sent(decoded.values)
                 if self.look is not None:
