@@ -69,6 +69,7 @@ def asks() -> Iterator[Ask]:
         yield Ask("grid", "bible", (diloco(*outer), *(decoupled(keep, *outer) for keep in (128, 32, 8))))
     for rate in INNER_LR["bible"]:
         yield Ask("grid", "bible", (diloco(inner_lr=rate), *(thin(keep, inner_lr=rate) for keep in (128, 32, 8))))
+    yield Ask("outer", "bible", (decoupled(8, *SUM),))
     # The same run twice, but for a learning rate that differs in the fifth digit: how far apart chance takes them.
     yield Ask("chance", "bible", tuple(decoupled(16, inner_lr=rate) for rate in (0.0019999, 0.0020001)))
     transforms = tuple(decoupled(16, *SUM, transform=transform) for transform in ("dct", "hadamard", "none", "turning"))

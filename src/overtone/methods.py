@@ -302,14 +302,14 @@ def decoupled(
         every,
         rule,
         codec,
-        drain,
-        delay,
-        exchange,
-        keep_down,
-        first_rounds,
-        first_keep,
-        taper,
-        limit,
+        drain=drain,
+        delay=delay,
+        exchange=exchange,
+        keep_down=keep_down,
+        first_rounds=first_rounds,
+        first_keep=first_keep,
+        taper=taper,
+        budget=limit,
     )
 
 

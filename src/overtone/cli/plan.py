@@ -7,7 +7,7 @@ this module asks it and prints the answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from overtone.cli.console import out
 from overtone.codec import Payload, TopK
+from overtone.coding.chunks import Slab
 from overtone.common import limits
 from overtone.common.limits import human_bytes
 from overtone.errors import ConfigError
@@ -53,8 +54,7 @@ def at_peak(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int
     """The method with the `keep` that its budget pays for, while the drift is at its largest."""
     if method.budget is None or replicas == 1:
         return method
-    slabs = method.codec.layout([torch.Size(shape) for shape in shapes.values()]).slabs
-    cost = costs_of(method, slabs, (), replicas)
+    cost = costs_of(method, _slabs(method, shapes), (), replicas)
     controller = Controller(UNKNOWN, method.taper, method.budget, cost, cost(LEAST_KEEP))
     return method.with_keep(controller.begin().keep)
 
@@ -160,8 +160,11 @@ def round_bytes(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas:
 
 def _cost(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> Cost:
     """What the patterns would cost. Buffers are not counted: the model was built without them."""
-    slabs = method.codec.layout([torch.Size(shape) for shape in shapes.values()]).slabs
-    return cost_of(method, slabs, (), replicas)
+    return cost_of(method, _slabs(method, shapes), (), replicas)
+
+
+def _slabs(method: Method, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Slab]:
+    return method.codec.layout([torch.Size(shape) for shape in shapes.values()]).slabs
 
 
 def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> str:
