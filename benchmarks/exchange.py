@@ -38,10 +38,11 @@ SEEDS = (0, 1, 2)
 EVERY = 10
 
 KEEP = {8: 64, 16: 32, 32: 32}  # by replicas
-LIMIT = "decoupled:keep=128,exchange=gathered"  # at four replicas: the bytes that sharded may cost at 8 and more
+# At four replicas: the bytes that sharded may cost at 8 and more.
+LIMIT = "decoupled:preset=first,keep=128,exchange=gathered"
 # By delay and outer momentum.
 DELAYS = {
-    (delay, momentum): f"decoupled:keep=128,exchange=gathered,momentum={momentum},delay={delay}"
+    (delay, momentum): f"decoupled:preset=first,keep=128,exchange=gathered,momentum={momentum},delay={delay}"
     for delay in (0, EVERY // 2, EVERY)
     for momentum in (0.8, 0.7)
 }
@@ -62,7 +63,9 @@ def study(place: Path) -> Iterator[tuple[str, str, int, list[Cell]]]:
     for text, task in texts(place, Language(width=128, layers=2, heads=4)).items():
         yield "shards", text, 4, cells(f"shards/{text}/4", 4, task, 400, 4, (LIMIT,))
         for replicas, keep in KEEP.items():
-            methods = [f"decoupled:keep={keep},exchange={exchange}" for exchange in ("gathered", "sharded")]
+            methods = [
+                f"decoupled:preset=first,keep={keep},exchange={exchange}" for exchange in ("gathered", "sharded")
+            ]
             yield "shards", text, replicas, cells(f"shards/{text}/{replicas}", replicas, task, 400, 4, methods)
     for text, task in texts(place, Language(width=64, layers=2, heads=4)).items():
         yield "delay", text, 4, cells(f"delay/{text}", 4, task, 1000, 4, tuple(DELAYS.values()))
@@ -87,10 +90,10 @@ def cells(name: str, replicas: int, task: TaskOptions, steps: int, batch: int, m
 
 METHODS: dict[str, Callable[[], overtone.Method]] = {
     "DiLoCo": lambda: overtone.diloco(every=1),
-    "gathered, keep 64": lambda: overtone.decoupled(every=1, keep=64, exchange="gathered"),
-    "sharded, keep 32": lambda: overtone.decoupled(every=1, keep=32, exchange="sharded"),
-    "sharded, keep 64": lambda: overtone.decoupled(every=1, keep=64, exchange="sharded"),
-    "sharded, keep 128": lambda: overtone.decoupled(every=1, keep=128, exchange="sharded"),
+    "gathered, keep 64": lambda: overtone.decoupled(every=1, preset="first", keep=64, exchange="gathered"),
+    "sharded, keep 32": lambda: overtone.decoupled(every=1, preset="first", keep=32, exchange="sharded"),
+    "sharded, keep 64": lambda: overtone.decoupled(every=1, preset="first", keep=64, exchange="sharded"),
+    "sharded, keep 128": lambda: overtone.decoupled(every=1, preset="first", keep=128, exchange="sharded"),
 }
 
 

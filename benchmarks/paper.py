@@ -31,16 +31,16 @@ TITLE = "The paper's table in miniature (arXiv 2510.03371)"
 EVERY, REPLICAS = 10, 4
 STEPS = {"language": 720, "image": 480}  # of each replica, at four of them
 # outer_lr is the former name of lr; the committed logs and their directories have it.
-DILOCO, DECOUPLED = "diloco:outer_lr=0.9,momentum=0.8", "decoupled:keep=128"
+DILOCO, DECOUPLED = "diloco:outer_lr=0.9,momentum=0.8", "decoupled:preset=first,keep=128"
 GATHERED = f"{DECOUPLED},exchange=gathered"  # the default at four replicas; with more of them it is sharded
 CLAIMS = (  # two seeds
     "alone",
     DILOCO,
     f"{DILOCO},every={4 * EVERY}",
     "published",
-    "decoupled:keep=512",
+    "decoupled:preset=first,keep=512",
     DECOUPLED,
-    "decoupled:keep=32",
+    "decoupled:preset=first,keep=32",
 )
 BESIDE = (  # one
     "ddp",
@@ -51,8 +51,8 @@ BESIDE = (  # one
     "sparse_loco:outer_lr=0.9,momentum=0.8",
     "diloco:outer_lr=0.7,momentum=0.9",
     "published:outer_lr=0.9,decay=0.8",
-    "decoupled:keep=128,transform=none",  # does the DCT earn its keep?
-    f"decoupled:keep=32,every={4 * EVERY}",  # how far can it go?
+    "decoupled:preset=first,keep=128,transform=none",  # does the DCT earn its keep?
+    f"decoupled:preset=first,keep=32,every={4 * EVERY}",  # how far can it go?
 )
 
 

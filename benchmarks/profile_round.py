@@ -27,7 +27,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.ParameterList([torch.randn(shape) * 0.02 for shape in SHAPES])
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    replica = overtone.Replica(model, inner, overtone.decoupled(every=1, keep=32, bits=2), overtone.Solo())
+    replica = overtone.Replica(
+        model, inner, overtone.decoupled(every=1, preset="first", keep=32, bits=2), overtone.Solo()
+    )
     flat = torch.cat([p.detach().view(-1) for p in model])
     place = torch.empty_like(flat)
     place.copy_(flat)

@@ -42,7 +42,7 @@ class Study:
 
 
 def decoupled(keep: int, *, transform: str | None = None, drain: int | None = None) -> MethodChoice:
-    return MethodChoice("decoupled", every=10, keep=keep, transform=transform, drain=drain)
+    return MethodChoice("decoupled", every=10, preset="first", keep=keep, transform=transform, drain=drain)
 
 
 DILOCO = MethodChoice("diloco", every=10, lr=0.9, momentum=0.8)

@@ -156,7 +156,7 @@ def test_demo_shows_its_table(tmp_path: Path) -> None:
 
 
 def test_plan_says_how_each_tensor_travels() -> None:
-    done = overtone_cli("plan", "--keep", "32", "--width", "96", "--layers", "1")
+    done = overtone_cli("plan", "--keep", "32", "--width", "96", "--layers", "1", "--plain-keep", "4096")
     assert done.returncode == 0, done.stderr
     assert re.search(r"embed.weight +256x96 +32 of each 64x64 \(4\), 16 of each 64x32 \(4\)", done.stdout)
     assert re.search(r"blocks.0.mlp_norm.bias +96 +densely, bf16 +192 B", done.stdout)

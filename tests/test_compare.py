@@ -256,7 +256,7 @@ def test_real_processes_end_where_virtual_replicas_do(made: tuple[Path, str], te
         (["decoupled:seed=3"], "seed=3: a method's options"),
         (["decoupled:keep=many"], 'keep = "many": must be a whole number'),
         (["decoupled:keep=8", "decoupled:keep= 8"], "the same run as decoupled:keep=8"),
-        (["decoupled", "decoupled:keep=128"], "the same run as decoupled"),
+        (["decoupled", "decoupled:preset=balanced"], "the same run as decoupled"),
         (["decoupled", "decoupled"], "one of them is given twice"),
         (["decoupled:keep=8,keep=16"], "keep is given twice"),
         ([], "methods: none given; give at least one"),

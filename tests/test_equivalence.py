@@ -106,7 +106,7 @@ def test_keeping_everything_through_a_transform_is_dense(transform: str) -> None
 
 def test_decoupled_with_everything_kept_is_diloco() -> None:
     diloco = overtone.diloco(every=3, lr=0.9, momentum=0.8)
-    decoupled = overtone.decoupled(every=3, keep=4096, bits=32)
+    decoupled = overtone.decoupled(every=3, keep=4096, plain_keep=4096, bits=32, lr=0.9, momentum=0.8)
     a, b = train(linear_cluster(diloco), 12), train(linear_cluster(decoupled), 12)
     assert largest_difference(a[0], b[0]) <= 2e-6
 

@@ -103,7 +103,7 @@ def test_decoupled_by_hand() -> None:
     """
     model = nn.Linear(2, 2, bias=False)
     nn.init.zeros_(model.weight)
-    method = overtone.decoupled(every=1, keep=1024, bits=32, lr=1.0, momentum=0.0, transform="none", drain=0)
+    method = overtone.decoupled(every=1, keep=1024, bits=32, lr=1.0, decay=1.0, transform="none", drain=0)
     method = replace(method, codec=replace(method.codec, plain_below=0))
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     replica = overtone.Replica(model, inner, method, overtone.Solo())

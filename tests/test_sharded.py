@@ -46,7 +46,7 @@ from test_fuzz import DAMAGES
 LIAR, JUDGE = 1, 2
 KERNELS = [in_torch, in_numba]
 SHARDED = overtone.decoupled(every=EVERY, keep=300, exchange="sharded", keep_down=700)
-EXACT = {"every": EVERY, "keep": 4096, "bits": 32}
+EXACT = {"preset": "first", "every": EVERY, "keep": 4096, "bits": 32}
 
 # -- dealing -------------------------------------------------------------------------------------------------------
 

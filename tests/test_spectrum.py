@@ -452,7 +452,7 @@ def test_the_page_has_the_records_of_all_runs(run: Path, tmp_path: Path) -> None
     assert [one.path for one in found] == [run, other]
     data = spectrum_data.data(found, "title")
     assert [(one["label"], one["basis"], len(one["records"])) for one in data["runs"]] == [
-        ("decoupled", "dct", 3),
+        ("decoupled", "hadamard", 3),  # of the turning basis, with its signs
         ("diloco", None, 3),
     ]
     seen = data["runs"][0]["records"][2]["whole"]["cosine"]

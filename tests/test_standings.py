@@ -331,13 +331,11 @@ def test_labels_name_exchange_and_delay(tell: Tell) -> None:
     def labels(*numbers: dict[str, Any]) -> list[str]:
         return standings.labels([tell("decoupled", 2.0, numbers=one) for one in numbers])
 
-    sharded, delayed = {"exchange": "sharded"}, {"delay": 5, "momentum": 0.8}
+    sharded, delayed = {"exchange": "sharded"}, {"delay": 5}
     assert labels({}, delayed, sharded) == ["decoupled", "decoupled, delay 5", "decoupled, exchange sharded"]
     assert labels({}, delayed) == ["decoupled", "decoupled, delay 5"]
-    # With a delay, the default of the momentum is another one.
-    assert labels({}, {"delay": 5}) == ["decoupled, momentum 0.8", "decoupled, delay 5, momentum 0.7"]
     assert labels({}, delayed, {**delayed, "keep": 8})[:2] == ["decoupled", "decoupled, delay 5"]
-    assert labels(delayed, {**delayed, "keep": 8}) == ["decoupled, keep 128", "decoupled, keep 8"]
+    assert labels(delayed, {**delayed, "keep": 8}) == ["decoupled, keep 56", "decoupled, keep 8"]
     assert labels({}, {}, {"exchange": "gathered"})[2] == "decoupled, exchange gathered"
     assert labels({"exchange": "gathered"}, {**sharded, "keep_down": 512}) == [
         "decoupled, exchange gathered", "decoupled, exchange sharded, keep down 512",

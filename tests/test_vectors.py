@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import overtone
 from overtone.codec import TopK
 from overtone.coding import fingerprint
 from overtone.coding.bits import Reader
@@ -26,6 +25,7 @@ from overtone.exchange.dealing import Deal, deal
 from overtone.exchange.description import describe, schema_of
 from overtone.exchange.letters import LetterCodec, letters_for
 from overtone.exchange.message import Expected, Header, Kind, Seal
+from scenario import first
 from whole import decode_all, encode_all
 
 FOLDER = Path(__file__).parent / "vectors"
@@ -224,7 +224,7 @@ def fingerprint_vectors() -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     model[0].weight.requires_grad_(False)
     buffers = Buffers(model, "shared")
-    about = describe(overtone.decoupled(exchange="gathered"), dict(model.named_parameters()), buffers, "raise")
+    about = describe(first(keep=128, every=64, exchange="gathered"), dict(model.named_parameters()), buffers, "raise")
     about["overtone"] = "0.0.0"
     marks = {"0": "0a0b0c0d", "1": "", "10": "01020304"}
     parts = [b"\x01run-id\xff", (258).to_bytes(4, "little"), json.dumps(marks).encode()]

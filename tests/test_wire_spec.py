@@ -1103,7 +1103,16 @@ def test_reads_the_sharded_rounds_of_overtone(
         return model, torch.optim.SGD(model.parameters(), lr=0.3)
 
     method = overtone.decoupled(
-        every=1, keep=keep, bits=bits, lr=1.0, momentum=0.0, chunk=8, drain=1, release=release, exchange="sharded"
+        every=1,
+        keep=keep,
+        bits=bits,
+        lr=1.0,
+        transform="dct",
+        chunk=8,
+        plain_keep=4096,
+        drain=1,
+        release=release,
+        exchange="sharded",
     )
     method = replace(method, keep_down=keep_down)
     with mock.patch("overtone.sim.cluster.Replica", partial(overtone.Replica, key=key or None)):
@@ -1228,7 +1237,9 @@ def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget:
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     how = {"keep": KEEP} if budget is None else {"budget": str(budget)}
-    method = overtone.decoupled(every=1, taper=taper, exchange=exchange, drain=0, **how)  # type: ignore[arg-type]
+    method = overtone.decoupled(  # type: ignore[arg-type]
+        every=1, taper=taper, lr=0.9, momentum=0.8, plain_keep=4096, exchange=exchange, drain=0, **how
+    )
     cluster = overtone.Cluster(build, method, replicas=members)
     gather, kind = SimTransport.gather, 8 if exchange == "sharded" else 0
 

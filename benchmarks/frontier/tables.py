@@ -13,7 +13,7 @@ from frontier.results import Row, Rows
 from frontier.settings import EVERY
 
 # Numbers that most entries have are not said in their labels.
-UNSAID = ("lr=0.9", "momentum=0.8", "exchange=gathered")
+UNSAID = ("preset=first", "lr=0.9", "momentum=0.8", "exchange=gathered")
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,10 @@ class Codec(Protocol):
         """The number of bits of each value that is sent of the slab."""
         ...
 
+    def energy_share(self) -> float:
+        """The share of a residual's energy that one message takes."""
+        ...
+
     def bits_of(self, slab: Slab) -> int:
         """About the least number of bits of a block of this slab."""
         ...
@@ -156,6 +160,9 @@ class Dense:
 
     def width(self, slab: Slab) -> int:  # noqa: ARG002
         return 32
+
+    def energy_share(self) -> float:
+        return 1.0
 
     def bits_of(self, slab: Slab) -> int:
         return 32 * slab.size

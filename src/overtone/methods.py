@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from overtone.codec import FULL_CHUNK, Codec, Dense, TopK
 from overtone.errors import MethodError
@@ -22,6 +23,7 @@ EXCHANGES = ("auto", "gathered", "sharded")
 UNSAID = (
     ("plain_keep", FULL_CHUNK),
 )  # numbers of a codec that earlier versions did not have, with what they then were
+AUTO = "auto"  # a number of a rule that follows from the round
 MOST_TAPER = 8
 MOST_DRAIN = 1024  # each draining message is dense; twelve of them remove most of the residuals
 
@@ -165,7 +167,7 @@ class Method:
             "signal": self.signal.__name__.lower(),
             "every": self.every,
             "rule": type(self.rule).__name__,
-            **_fields(self.rule),
+            **{name: AUTO if value is None else value for name, value in _fields(self.rule).items()},
             "codec": type(self.codec).__name__,
             **{
                 name: value
@@ -243,15 +245,22 @@ class Preset:
     """How thin the messages of `decoupled` are, and the numbers that go with it. benchmarks/frontier chose them."""
 
     keep: int
-    chunk: int
-    plain_keep: int
+    drain: int = 0
+    chunk: int = 64
+    plain_keep: int = 512
+    transform: str = "turning"
+    lr: float | None = None  # follows from the round (rules.Outer)
+    momentum: float = 0.0
+    decay: float = 0.95
 
 
 PRESETS = {
-    "near": Preset(keep=128, chunk=64, plain_keep=FULL_CHUNK),
-    "balanced": Preset(keep=128, chunk=64, plain_keep=FULL_CHUNK),
-    "thin": Preset(keep=16, chunk=128, plain_keep=512),
-    "thinnest": Preset(keep=8, chunk=128, plain_keep=512),
+    "near": Preset(keep=128),
+    "balanced": Preset(keep=56),
+    "thin": Preset(keep=18),
+    "thinnest": Preset(keep=7),
+    # As the first version had them: the studies of docs/paper.md and docs/exchange.md were made with these.
+    "first": Preset(128, 2, plain_keep=FULL_CHUNK, transform="dct", lr=0.9, momentum=0.8, decay=1.0),
 }
 DEFAULT_PRESET = "balanced"
 
@@ -264,37 +273,44 @@ def decoupled(
     keep: int | None = None,
     taper: int = 0,
     bits: int = 1,
-    lr: float = 0.9,
+    lr: float | None = None,
     momentum: float | None = None,
-    decay: float = 1.0,
+    decay: float | None = None,
     carry: float = 1.0,
     release: float = 1.0,
-    transform: str = "dct",
+    transform: str | None = None,
     chunk: int | None = None,
     plain_keep: int | None = None,
     first_rounds: int = 0,
     first_keep: int | None = None,
-    drain: int = 2,
+    drain: int | None = None,
     delay: int = 0,
     exchange: str = "auto",
     keep_down: int | None = None,
 ) -> Method:
     """The default: replicas send the strongest coefficients of the residual and carry the rest in their own weights.
 
-    The preset gives ``keep``, ``chunk`` and ``plain_keep`` if they are not given. With a ``budget``, ``keep`` follows
-    from it. With a ``taper``, it is the largest of the run. ``momentum`` defaults to 0.8, and to 0.7 with a delay: what
-    comes late is better amplified less.
+    The preset gives every number that is None. With a ``budget``, ``keep`` follows from it. With a ``taper``, ``keep``
+    is the largest of the run. In most presets ``lr`` is None as well: it then follows from ``keep`` and ``decay``
+    (`rules.Outer`).
     """
     if not isinstance(preset, str) or preset not in PRESETS:
         raise MethodError(f"preset={preset!r}: unknown; there are {', '.join(PRESETS)}")
     if keep is not None and budget is not None:
         raise MethodError(f"keep={keep!r}: the budget of {budget} sets it for each round; give one of them")
-    if momentum is None:
-        momentum = 0.7 if delay else 0.8  # benchmarks/exchange.py
-    rule = Outer(lr=lr, momentum=momentum, decay=decay, carry=carry, release=release)
-    given = {"keep": keep, "chunk": chunk, "plain_keep": plain_keep}
-    numbers = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
-    codec = TopK(numbers.keep, bits, numbers.chunk, transform, plain_keep=numbers.plain_keep)
+    given: dict[str, Any] = {
+        "keep": keep,
+        "drain": drain,
+        "chunk": chunk,
+        "plain_keep": plain_keep,
+        "transform": transform,
+        "lr": lr,
+        "momentum": momentum,
+        "decay": decay,
+    }
+    n = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
+    rule = Outer(n.lr, n.momentum, n.decay, carry, release)
+    codec = TopK(n.keep, bits, n.chunk, n.transform, plain_keep=n.plain_keep)
     limit = None if budget is None else Budget.parse(budget)
     return Method(
         "decoupled",
@@ -302,7 +318,7 @@ def decoupled(
         every,
         rule,
         codec,
-        drain=drain,
+        drain=n.drain,
         delay=delay,
         exchange=exchange,
         keep_down=keep_down,
@@ -321,15 +337,17 @@ METHODS: dict[str, Callable[..., Method]] = {
 # and from the signatures above. tests/test_config.py checks that no option is missing.
 OPTIONS: dict[str, str] = {
     "every": "Local steps between two rounds (papers: H).",
-    "preset": f"How thin messages are: {', '.join(PRESETS)}. It gives `keep`, `chunk` and `plain_keep`.",
+    "preset": f"How thin messages are: {', '.join(PRESETS)}. It gives the numbers of decoupled that are not given. "
+    "first: as the first version had them.",
     "budget": "Bytes that a replica may send in a round, such as 200kB; or a share of a link, such as "
     "'10% of 50Mbit/s'. `keep` then follows from it.",
     "keep": "Coefficients sent of each 64 x 64 chunk; smaller and larger chunks send in proportion to their area.",
     "taper": "`keep` falls as this power of the drift does, by halves, once the drift is smaller than it was. 0: it "
     "does not follow the drift.",
     "bits": "Bits of each coefficient sent: 1, 2, 4, 8, 16 or 32.",
-    "lr": "Learning rate of the outer step; the inner optimizer has one of its own.",
-    "momentum": "Nesterov momentum of the outer step; decoupled has 0.8, and 0.7 with a delay.",
+    "lr": "Learning rate of the outer step; the inner optimizer has one of its own. decoupled: by default it "
+    "follows from `keep` and `decay`.",
+    "momentum": "Nesterov momentum of the outer step.",
     "decay": "Factor by which the residual (of demo: the private momentum) shrinks from one round to the next.",
     "carry": "Share of the residual that stays in the replica's own weights between rounds.",
     "release": "Share of the sent coefficients that leaves the residual.",

@@ -29,6 +29,10 @@ from overtone.errors import MethodError
 
 State = dict[str, Tensor]
 
+MOST_LR = 1e6
+GAIN = 3.5  # by which the anchor moves in the end, in drifts, if no `lr` is given
+MOST_STEP = 1.0  # by which it moves in one round, in residuals: more makes it swing
+
 
 class Rule(ABC):
     """The interface between a round and a rule. ``state["anchor"]`` exists exactly if the rule works on weights."""
@@ -75,6 +79,10 @@ class Rule(ABC):
     def draining(self) -> Rule | None:
         """The rule of the draining messages, which move the residuals into the anchor. None if there is no residual."""
         return None
+
+    def among(self, replicas: int, share: float) -> Rule:  # noqa: ARG002
+        """The rule for a round of so many replicas, whose messages take this share of a residual's energy."""
+        return self
 
     def close(self, state: State) -> None:  # noqa: B027 (most rules have nothing to close)
         """End the last round: remove from the residual all that the anchor is not owed any more."""
@@ -141,9 +149,13 @@ class Outer(Rule):
 
     With a lossless codec and without carry, this is DiLoCo (tests/test_equivalence.py). With μ = 0, λ = 0 and β < 1, it
     is the error feedback of SparseLoCo. With carry 1, the unsent part of the drift stays in the replica's own weights.
+
+    If ``lr`` is None, it follows from the round. A message takes a share δ of a residual, and 1 − β of it fades. With
+    η = g·(1 + (1 − β)/δ), the anchor moves in the end by g times the mean of the drifts, what has faded included. The
+    gain g is that of a usual Nesterov step, η/(1 − μ). A replica alone has nobody to be pulled to: β = η = 1.
     """
 
-    lr: float
+    lr: float | None
     momentum: float
     decay: float = 1.0
     carry: float = 0.0
@@ -152,7 +164,8 @@ class Outer(Rule):
     shared = ("anchor", "momentum")
 
     def __post_init__(self) -> None:
-        _within("lr", self.lr, 0.0, 10.0, above=True, what="the outer learning rate, usually 0.5 to 1, ")
+        if self.lr is not None:
+            _check_lr(self.lr)
         _within("momentum", self.momentum, 0.0, 1.0, below=True)
         _within("decay", self.decay, 0.0, 1.0)
         _within("carry", self.carry, 0.0, 1.0)
@@ -181,7 +194,17 @@ class Outer(Rule):
         decoded.add_to(state["residual"], self.release)
         return True
 
+    def among(self, replicas: int, share: float) -> Outer:
+        if self.lr is not None:
+            return self
+        if replicas == 1:
+            return replace(self, lr=1.0, decay=1.0)
+        lr = min(GAIN * (1.0 + (1.0 - self.decay) / share), MOST_STEP / share)
+        # Rounded: it moves the anchor, which must be the same on machines whose logarithms differ in the last bit.
+        return replace(self, lr=max(1, round(64 * lr)) / 64)
+
     def absorb(self, state: State, mean: Tensor, target: SlabTarget) -> None:
+        assert self.lr is not None, "a round asks for the rule `among` its replicas"
         momentum = state["momentum"] if self.momentum else None
         residual = state.get("residual")
         target.outer_step(OuterStep(state["anchor"], momentum, residual, mean, self.lr, self.momentum, self.carry))
@@ -217,7 +240,7 @@ class Published(Rule):
     over_senders = True
 
     def __post_init__(self) -> None:
-        _within("lr", self.lr, 0.0, 10.0, above=True, what="the outer learning rate, usually 0.5 to 1, ")
+        _check_lr(self.lr)
         _within("decay", self.decay, 0.0, 1.0)
 
     def begin(self, weights: Tensor, *, lossless: bool) -> State:  # noqa: ARG002
@@ -244,6 +267,10 @@ class Published(Rule):
         momentum = state["momentum"].add_(mean)
         state["anchor"].sub_(momentum.mul(self.decay).add_(state["drift"]).mul_(self.lr))
         target.write(state["anchor"])
+
+
+def _check_lr(lr: float) -> None:
+    _within("lr", lr, 0.0, MOST_LR, above=True, what="the outer learning rate, from 0.5 to the number of replicas, ")
 
 
 def _within(

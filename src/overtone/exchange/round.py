@@ -178,7 +178,8 @@ class Exchanger:
         energies = Energies() if self.controller is not None and row.controlled else None
         round_index = self.state.rounds if index is None else index
         turn = Turn(round_index, self.layout, self.kernels) if self._turns else None
-        return SlabWork(self.layout, self.kernels, self.device, row.rule, row.codec, deal, turn, energies)
+        rule = row.rule.among(members or peers, row.codec.energy_share())
+        return SlabWork(self.layout, self.kernels, self.device, rule, row.codec, deal, turn, energies)
 
     def _row(self) -> Method:
         """The method of the next round, with the `keep` of that round."""
