@@ -1,9 +1,9 @@
 """Loss against bytes, on models of 0.4 to 10 M parameters: `make frontier`.
 
 The cells are in grid.py, the models and their data in settings.py. A finished run becomes a row of
-benchmarks/results/frontier.csv, and is not made again; frontier.md beside it has the tables. An interrupted study
-continues with the runs that are left.
-`--status` only says how many are done. The texts and images are looked for in the directory of --data.
+benchmarks/results/frontier.csv, and is not made again; frontier.md beside it has the tables, and docs/frontier.svg is
+the picture. An interrupted study continues with the runs that are left. `--status` only says how many are done. The
+texts and images are looked for in the directory of --data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cells import arguments, make
-from frontier import results, tables
+from frontier import picture, results, tables
 from frontier.grid import asks
 from frontier.results import Key
 from frontier.settings import settings
@@ -61,6 +61,7 @@ def main() -> None:
         rows = collect(found)
     results.save(rows.values())
     PAGE.write_text(tables.page(rows, {one.name: one.about for one in settings(args.data, RUNS).values()}))
+    picture.draw(rows)
     print(f"{len([key for key, _ in found if key in rows])} of {len(found)} cells are done; {results.TABLE}")
 
 

@@ -67,8 +67,8 @@ def asks() -> Iterator[Ask]:
     yield Ask("forgetting", "llama", tuple(turning(32, decay, lr) for decay, lr in FORGETTING))
     yield Ask("forgetting", "llama", (turning(56, 0.84, 10),))
     # DDP sends a round's bytes in every step: `every` times the saving against DiLoCo is 3000.
-    for every, keep in ((30, 80), (100, 320)):
-        yield Ask("3000x", "llama", (diloco(every=every), decoupled(keep, 2.0625, 0, every=every)), (0,))
+    for every, keep, lr in ((100, 280, 2.96875), (30, 72, 4.859375)):
+        yield Ask("3000x", "llama", (diloco(every=every), turning(keep, 0.95, lr, drain=0, every=every)))
     # The first trials: with momentum, with the sum of all messages, at other learning rates.
     yield Ask("outer", "llama", (decoupled(32, *SUM), decoupled(32, *SUM, transform="turning")))
     yield Ask("outer", "llama", (decoupled(64, *SUM, transform="turning", plain_keep=512),))
