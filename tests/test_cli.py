@@ -187,7 +187,14 @@ def test_bench_codec(tmp_path: Path) -> None:
     done = overtone_cli("bench", "codec", *small)
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
-    rows = {"overtone", "overtone, hadamard", "reference, einsum", "reference, scipy.fft", "reference, torch.fft"}
+    rows = {
+        "overtone",
+        "overtone, hadamard",
+        "overtone, turning",
+        "reference, einsum",
+        "reference, scipy.fft",
+        "reference, torch.fft",
+    }
     assert set(report["sets"]) == {"a GPT", "25 matrices"}
     for found in report["sets"].values():
         assert rows <= set(found["paths"])

@@ -68,8 +68,12 @@ def grouped(rows: Iterable[Row]) -> list[Group]:
 
 def best(groups: Iterable[Group], every: int) -> Group | None:
     """The best DiLoCo with so many steps between rounds, on the seed that all its settings have."""
-    dense = [group for group in groups if group.entry.startswith("diloco:") and group.every == every]
-    finite = [group for group in dense if 0 in group.runs and math.isfinite(group.runs[0].loss)]
+    return _lowest(group for group in groups if group.entry.startswith("diloco:") and group.every == every)
+
+
+def _lowest(groups: Iterable[Group]) -> Group | None:
+    """The group with the lowest loss on the first seed."""
+    finite = [group for group in groups if 0 in group.runs and math.isfinite(group.runs[0].loss)]
     return min(finite, key=lambda group: group.runs[0].loss, default=None)
 
 
@@ -83,7 +87,7 @@ def page(rows: Rows, about: Mapping[str, str]) -> str:
         "are those of a whole run, the larger of sent and received of a replica, the last messages included. Losses "
         "and bytes are compared with the best DiLoCo of the table that has as many steps between rounds, if there is "
         "one, paired by seed, with a 95 % interval (Student's t) where there are several seeds. *Gain kept*: the share "
-        "of that DiLoCo's gain over `alone`.",
+        "of that DiLoCo's gain over the best `alone` of the table.",
     ]
     for setting, replicas in sorted({(row.setting, row.replicas) for row in rows.values()}):
         here = grouped(row for row in rows.values() if (row.setting, row.replicas) == (setting, replicas))
@@ -93,7 +97,7 @@ def page(rows: Rows, about: Mapping[str, str]) -> str:
 
 
 def _table(groups: list[Group], usual: Group) -> list[str]:
-    alone = next((group for group in groups if group.entry == "alone"), None)
+    alone = _lowest(group for group in groups if group.entry.startswith("alone"))
     images = not math.isnan(usual.accuracy)
     lines = [
         f"| method | seeds | loss | against DiLoCo |{' top-1 |' if images else ''} fewer bytes | gain kept |",

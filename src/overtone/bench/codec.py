@@ -132,6 +132,7 @@ def _paths(shapes: Shapes, bench: CodecBench) -> dict[str, Callable[[], Ours | T
     paths: dict[str, Callable[[], Ours | Theirs]] = {
         "overtone": ours,
         "overtone, hadamard": lambda: ours(transform="hadamard"),
+        "overtone, turning": lambda: ours(transform="turning"),
         "overtone, keep 512, 1 bit": lambda: ours(keep=512, bits=1),
     }
     if loops is not in_torch:

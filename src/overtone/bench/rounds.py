@@ -17,6 +17,7 @@ from overtone.codec import Block, TopK, check_payload, mean_of_blocks
 from overtone.coding.bits import Reader
 from overtone.coding.chunks import Slab
 from overtone.coding.kernels import Kernels
+from overtone.coding.turns import Turn
 from overtone.exchange.dealing import Deal
 from overtone.exchange.gathered import bytes_of
 from overtone.exchange.signals import Sources
@@ -55,7 +56,8 @@ class Ours:
         self.replicas = replicas
         rule = Outer(lr=0.9, momentum=0.8, carry=1.0)
         layout = codec.layout(shapes)
-        self.work = SlabWork(layout, kernels, CPU, rule, codec, Deal.whole(layout.slabs, 0))
+        turn = Turn(0, layout, kernels) if codec.turns else None
+        self.work = SlabWork(layout, kernels, CPU, rule, codec, Deal.whole(layout.slabs, 0), turn)
         self.state = rule.begin(self.work.layout.empty(CPU), lossless=False)
         for vector in self.state.values():
             vector.fill_(0.0)  # so that its memory pages exist before we measure
