@@ -270,7 +270,7 @@ class Published(Rule):
 
 
 def _check_lr(lr: float) -> None:
-    _within("lr", lr, 0.0, MOST_LR, above=True, what="the outer learning rate, from 0.5 to the number of replicas, ")
+    _within("lr", lr, 0.0, MOST_LR, above=True, what="the outer learning rate, usually 0.5 to 10, ")
 
 
 def _within(
