@@ -74,7 +74,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, st
 @pytest.mark.slow
 def test_the_table_and_the_files(made: tuple[Path, str]) -> None:
     out, shown = made
-    for word in ("loss vs DiLoCo", "published, mean", "decoupled, keep 128, bits 1", "decoupled, keep 8, bits 2", "1x"):
+    for word in ("loss vs DiLoCo", "published, mean", "decoupled, keep 56, bits 1", "decoupled, keep 8, bits 2", "1x"):
         assert word in shown
     for name in ("report.html", "report.md", "report.csv"):
         assert (out / name).stat().st_size > 500

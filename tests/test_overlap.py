@@ -33,7 +33,7 @@ from overtone.world.process_group import Torch
 from scenario import EVERY, backward, batches, build, run_replica, weights
 
 DELAYED: dict[str, Method] = {
-    "gathered": overtone.decoupled(every=EVERY, keep=300, delay=2, exchange="gathered"),
+    "gathered": overtone.decoupled(every=EVERY, keep=300, delay=2, exchange="gathered", drain=1),
     "sharded": overtone.decoupled(every=EVERY, keep=300, delay=EVERY, exchange="sharded"),
     "summed": overtone.diloco(every=EVERY, delay=1),
     "published": overtone.published(every=EVERY, keep=300, delay=2),
@@ -163,7 +163,8 @@ def test_finish_absorbs_first() -> None:
 
 
 def test_the_record_of_the_last_round_in_flight_goes_to_who_was_there() -> None:
-    cluster = Cluster(build, overtone.decoupled(every=2, keep=300, delay=2), replicas=3, absences=[Absence(0, 1, 5)])
+    method = overtone.decoupled(every=2, keep=300, delay=2, drain=1)
+    cluster = Cluster(build, method, replicas=3, absences=[Absence(0, 1, 5)])
     for _ in range(5):
         for replica in cluster.turns():
             backward(replica, next(batches(replica.transport.rank)))

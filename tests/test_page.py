@@ -714,7 +714,7 @@ def test_nothing_is_wider_than_the_screen(visit: Callable[..., web.Visit], tmp_p
 LABELS = {  # by the entry of a comparison
     "alone": "alone", "diloco": "diloco", "diloco:delay=2": "diloco, delay 2", "published": "published",
     "decoupled": "decoupled", "decoupled:exchange=sharded": "decoupled, exchange sharded",
-    "decoupled:delay=3,momentum=0.8": "decoupled, delay 3",
+    "decoupled:delay=3": "decoupled, delay 3",
 }  # fmt: skip
 
 

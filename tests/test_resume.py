@@ -66,8 +66,9 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def unbroken(warm: Warm, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    """Two replicas, decoupled, never disturbed."""
-    trial = Trial(warm, tmp_path_factory.mktemp("unbroken") / "run", (*flags, "--every", str(EVERY))).finished()
+    """Two replicas, decoupled, never disturbed. With a momentum and last messages, so that there is more to lose."""
+    given = (*flags, "--every", str(EVERY), "--momentum", "0.5", "--drain", "2")
+    trial = Trial(warm, tmp_path_factory.mktemp("unbroken") / "run", given).finished()
     positions = [tree["feed"] for tree in trial.trees()]
     assert positions[0]["epoch"] > 0
     return trial
@@ -504,7 +505,7 @@ def after_step_12(replicas: int) -> Moment:
 @pytest.fixture
 def rare(trial: Trial, flags: tuple[str, ...]) -> Trial:
     """Rounds at steps 8, 16, 24."""
-    return trial.on(flags=(*flags, "--every", "8"))
+    return trial.on(flags=(*flags, "--every", "8", "--momentum", "0.5"))
 
 
 def mean_of(tensors: list[torch.Tensor]) -> torch.Tensor:

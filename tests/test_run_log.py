@@ -311,7 +311,7 @@ def test_logs_of_format_1_are_read(text: str, tmp_path: Path) -> None:
 def test_the_round_in_flight_at_the_end_is_a_round(text: str, tmp_path: Path) -> None:
     """Not a last message; the log has its event, and tells how far it had come. Real runs say it as simulations do."""
     real, virtual = configs(text, tmp_path)
-    delayed = replace(real.choice, delay=3)
+    delayed = replace(real.choice, delay=3, drain=1)
     open_run(replace(real, choice=delayed), overtone.Solo(), resume=False).run()
     simulate(replace(virtual, choice=delayed))
     for config in (real, virtual):
