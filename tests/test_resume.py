@@ -610,10 +610,12 @@ def test_killed_after_the_number_changed_it_changes_again_alike(trial: Trial, tm
 
 
 @pytest.mark.slow
-def test_another_number_of_replicas_without_consensus(change: tuple[int, int], rare: Trial) -> None:
+def test_another_number_of_replicas_without_consensus(
+    change: tuple[int, int], trial: Trial, flags: tuple[str, ...]
+) -> None:
     """The new replica goes on from the old one of the same rank, modulo their number."""
     old, new = change
-    trial = rare.on(replicas=old, flags=(*rare.flags, "--method", "published"))
+    trial = trial.on(replicas=old, flags=(*flags, "--every", "8", "--method", "published"))
     trial.stopped_at(after("exchange.inner_step:InnerStep.take", rank=1, count=11, until=saved(9, old)))
     then = trial.trees()
     changed = trial.on(replicas=new)
@@ -830,7 +832,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_there(
     ("changed", "told"),
     [
         (["--width", "48"], "parameter embed.weight: 256x32 float32 in the saved state, 256x48 float32 here"),
-        (["--method", "diloco"], "saved state: of another replica: "),
+        (["--transform", "dct"], "transform: turning in the saved state, dct here"),
         (["--every", "5"], "every: 4 in the saved state, 5 here"),
         (["--inner", "sgd"], "inner"),
     ],
