@@ -151,7 +151,7 @@ class Outer(Rule):
     is the error feedback of SparseLoCo. With carry 1, the unsent part of the drift stays in the replica's own weights.
 
     If ``lr`` is None, it follows from the round. A message takes a share δ of a residual, and 1 − β of it fades. With
-    η = g·(1 + (1 − β)/δ), the anchor moves in the end by g times the mean of the drifts, what has faded included. The
+    η = (1 − μ)·g·(1 + (1 − β)/δ), the anchor moves in the end by g times the mean of the drifts, what has faded included. The
     gain g is that of a usual Nesterov step, η/(1 − μ). A replica alone has nobody to be pulled to: β = η = 1.
     """
 
@@ -199,7 +199,7 @@ class Outer(Rule):
             return self
         if replicas == 1:
             return replace(self, lr=1.0, decay=1.0)
-        lr = min(GAIN * (1.0 + (1.0 - self.decay) / share), MOST_STEP / share)
+        lr = min(GAIN * (1.0 + (1.0 - self.decay) / share), MOST_STEP / share) * (1.0 - self.momentum)
         # Rounded: it moves the anchor, which must be the same on machines whose logarithms differ in the last bit.
         return replace(self, lr=max(1, round(64 * lr)) / 64)
 
