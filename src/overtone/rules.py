@@ -151,8 +151,9 @@ class Outer(Rule):
     is the error feedback of SparseLoCo. With carry 1, the unsent part of the drift stays in the replica's own weights.
 
     If ``lr`` is None, it follows from the round. A message takes a share δ of a residual, and 1 − β of it fades. With
-    η = (1 − μ)·g·(1 + (1 − β)/δ), the anchor moves in the end by g times the mean of the drifts, what has faded included. The
-    gain g is that of a usual Nesterov step, η/(1 − μ). A replica alone has nobody to be pulled to: β = η = 1.
+    η = (1 − μ)·g·(1 + (1 − β)/δ), the anchor moves in the end by g times the mean of the drifts, what has faded
+    included. The gain g is that of a usual Nesterov step, η/(1 − μ). A replica alone has nobody to be pulled to:
+    β = η = 1.
     """
 
     lr: float | None
