@@ -66,6 +66,9 @@ def asks() -> Iterator[Ask]:
     yield Ask("grid", "llama", (diloco(0.7, 0.9, inner_lr=2e-3), diloco(1, 0.5, inner_lr=1e-3)))
     yield Ask("forgetting", "llama", tuple(turning(32, decay, lr) for decay, lr in FORGETTING))
     yield Ask("forgetting", "llama", (turning(56, 0.84, 10),))
+    # Dense messages lose something that bytes do not explain: a larger step, or the momentum of the first version?
+    momentum = decoupled(128, transform="turning", plain_keep=512, drain=0)
+    yield Ask("near", "llama", (turning(128, 0.95, 5.6, drain=0), momentum))
     # DDP sends a round's bytes in every step: `every` times the saving against DiLoCo is 3000.
     for every, keep, lr in ((100, 280, 2.96875), (30, 72, 4.859375)):
         yield Ask("3000x", "llama", (diloco(every=every), turning(keep, 0.95, lr, drain=0, every=every)))
