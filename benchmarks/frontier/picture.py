@@ -26,7 +26,7 @@ def draw(rows: Rows) -> None:
     presets = {name: by_entry[preset(name)] for name in PRESETS if preset(name) in by_entry}
     others = [group for group in groups if _belongs(group) and group.entry not in (*map(preset, PRESETS), diloco())]
     parts = [*_axes(), *(_point(group, reference, 3.5, OTHERS) for group in others)]
-    line = " ".join(f"{_x(group, reference):.1f},{_y(group, reference):.1f}" for group in presets.values())
+    line = " ".join("{:.1f},{:.1f}".format(*_xy(group, reference)) for group in presets.values())
     parts.append(f'<polyline points="{line}" fill="none" stroke="{OURS}" stroke-width="2"/>')
     for name, group in presets.items():
         parts += [_point(group, reference, 6, OURS), _name(group, reference, name, OURS)]
@@ -61,14 +61,6 @@ def _xy(group: Group, reference: Group) -> tuple[float, float]:
     seeds = group.runs.keys() & reference.runs.keys()
     ratios = [group.runs[seed].loss / reference.runs[seed].loss for seed in seeds]
     return _place(reference.bytes / group.bytes, 100 * (sum(ratios) / len(ratios) - 1))
-
-
-def _x(group: Group, reference: Group) -> float:
-    return _xy(group, reference)[0]
-
-
-def _y(group: Group, reference: Group) -> float:
-    return _xy(group, reference)[1]
 
 
 def _point(group: Group, reference: Group, radius: float, color: str) -> str:
