@@ -15,7 +15,6 @@ from overtone import Cluster, MethodError, PeerError, WireError
 from overtone.coding.bits import Reader
 from overtone.exchange.control import BANK, LEAST_KEEP, MOST_KEEP, Budget, Control, Controller, Tell
 from overtone.ledger import Round
-from overtone.methods import MOST_TAPER
 from overtone.runs.advice import TooFewRoundsWarning, rounds_needed, warn_of_few_rounds
 from scenario import backward, batches, build
 
@@ -37,7 +36,6 @@ def rounds(cluster: Cluster, count: int, skip: int = 0) -> Iterator[list[Round]]
 
 
 def controlled(budget: str | int, exchange: str, **options: object) -> Cluster:
-    options = {"taper": 0, **options}
     method = overtone.decoupled(every=EVERY, budget=str(budget), exchange=exchange, **options)  # type: ignore[arg-type]
     return Cluster(build, method, replicas=REPLICAS, step_seconds=0.5)
 
@@ -69,10 +67,9 @@ def test_all_replicas_keep_the_same_within_the_budget(exchange: str, budget: int
 
 @pytest.mark.parametrize("exchange", PATTERNS)
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("taper", [0, 4])
-def test_a_saved_controller_goes_on_to_the_bit(exchange: str, delay: int, taper: int) -> None:
+def test_a_saved_controller_goes_on_to_the_bit(exchange: str, delay: int) -> None:
     def fresh() -> Cluster:
-        return controlled(PATTERNS[exchange], exchange, delay=delay, taper=taper)
+        return controlled(PATTERNS[exchange], exchange, delay=delay)
 
     whole, first, second = fresh(), fresh(), fresh()
     expected = [records[0] for records in rounds(whole, 14)]
@@ -150,50 +147,13 @@ tells = st.builds(
 @given(st.lists(tells, min_size=1, max_size=5), st.integers(0, 12), st.integers(-(10**9), 10**9))
 def test_whatever_peers_tell_keep_moves_by_a_factor_of_two_at_most(said: list[Tell], log: int, account: int) -> None:
     """A peer that lies can neither stop the controller nor lead it out of its bounds."""
-    for budget in (Budget(bytes=10_000), Budget.parse("10% of 50Mbit/s"), None):
-        for taper in (0, 2, MOST_TAPER):
-            controller = Controller(MOST_KEEP, taper, budget, lambda keep: 100 * keep)
-            control, why = controller.decide(Control(1 << log, account, peak=1e20), said)
-            assert control.keep in (1 << log, 2 << log, 1 << log >> 1)
-            assert LEAST_KEEP <= control.keep <= MOST_KEEP
-            assert bool(why) == (control.keep != 1 << log)
-            if budget and budget.bytes:
-                assert abs(control.account) <= max(BANK * budget.bytes, abs(account) if not said else 0)
-
-
-@pytest.mark.parametrize(
-    ("taper", "expected"),
-    [(0, [96, 96, 96, 96, 96, 96]), (1, [96, 96, 96, 48, 48, 96]), (2, [96, 96, 96, 48, 24, 48])],
-)
-def test_keep_falls_with_the_drift_and_comes_back(taper: int, expected: list[int]) -> None:
-    """Half the drift is half of keep with taper 1, a quarter with 2; one halving or doubling a round."""
-    controller = Controller(96, taper, None, lambda keep: 100 * keep)
-    control, keeps = controller.begin(), []
-    for norm in (1.0, 4.0, 3.0, 1.9, 1.9, 4.0):
-        keeps.append(control.keep)
-        control, why = controller.decide(control, [Tell(control.keep, drift=norm**2 / 2)] * 2)
-        if control.keep < keeps[-1]:
-            assert "the drift is 48% of its largest" in why
-    assert [*keeps[1:], control.keep] == expected
-    assert control.peak == 16.0
-
-
-def test_the_messages_of_a_run_shrink_with_its_learning_rate() -> None:
-    method = overtone.decoupled(every=EVERY, keep=128, taper=2, exchange="gathered")
-    cluster = Cluster(build, method, replicas=REPLICAS)
-    sent = []
-    for records in rounds(cluster, 20):
-        assert len({record.keep for record in records}) == 1
-        sent.append(records[0])
-        for replica in cluster.replicas:
-            for group in replica.inner.param_groups:
-                group["lr"] *= 0.8
-    assert sent[0].keep == 128
-    assert [record.keep for record in sent] == sorted((record.keep or 0 for record in sent), reverse=True)
-    assert sent[-1].keep == 1
-    assert sent[-1].bytes_sent < sent[0].bytes_sent  # most of this tiny model is plain
-    assert len({replica.fingerprint for replica in cluster.replicas}) == 1
-    cluster.finish()
+    for budget in (Budget(bytes=10_000), Budget.parse("10% of 50Mbit/s")):
+        control, why = Controller(budget, lambda keep: 100 * keep).decide(Control(1 << log, account), said)
+        assert control.keep in (1 << log, 2 << log, 1 << log >> 1)
+        assert LEAST_KEEP <= control.keep <= MOST_KEEP
+        assert bool(why) == (control.keep != 1 << log)
+        if budget.bytes:
+            assert abs(control.account) <= BANK * budget.bytes
 
 
 def test_a_run_with_too_few_rounds_is_told_so() -> None:
@@ -218,10 +178,7 @@ def test_the_first_rounds_may_keep_more() -> None:
         ({"first_keep": 3}, "means nothing without first_rounds"),
         ({"first_rounds": -1, "first_keep": 3}, "a whole number from 0"),
         ({"first_rounds": 1, "first_keep": 5000}, "keep=5000: coefficients kept of each 4096"),
-        ({"first_rounds": 1, "first_keep": 5, "budget": "5kB"}, "a controller sets `keep`"),
-        ({"first_rounds": 1, "first_keep": 5, "keep": 8, "taper": 2}, "a controller sets `keep`"),
-        ({"keep": 8, "taper": 9}, "a whole number from 0 to 8"),
-        ({"keep": 8, "taper": True}, "a whole number from 0 to 8"),
+        ({"first_rounds": 1, "first_keep": 5, "budget": "5kB"}, "the budget sets `keep`"),
     ):
         with pytest.raises(MethodError, match=told):
             overtone.decoupled(**wrong)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def line(words: str, *told: str, status: int = 2, **env: str) -> Line:
 
 MAY_BE_ZERO = {"delay", 
     "warmup", "weight_decay", "latency", "step_seconds", "port", "seed", "skew", "crop", "momentum", "decay", "carry",
-    "drain", "spectrum", "first_rounds", "taper",
+    "drain", "spectrum", "first_rounds",
 }  # fmt: skip
 MAY_BE_ENDLESS = {"clip"}
 GROUPS: dict[tuple[str, ...], tuple[type, ...]] = {  # whose numbers are flags of which command

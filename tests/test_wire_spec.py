@@ -28,7 +28,7 @@ VERDICT: dict = json.loads((VECTORS / "fingerprints.json").read_text())["verdict
 # --- The decoder: section 1, messages ---------------------------------------------------------------------------------
 
 HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
-KINDS = range(9)
+KINDS = range(14)
 KEYED = 0x80
 KEEP = 96  # of a method whose `keep` falls with the drift
 
@@ -514,29 +514,17 @@ def chosen(slabs: list[Slab], buffers: list[int], members: int, numbers: Numbers
 
 @dataclass
 class Decider:
-    """Section 9, for a budget in bytes, or without one: the next `keep`. A tell is a tuple of its fields in order."""
+    """Section 9, for a budget in bytes: the next `keep`. A tell is a tuple of its fields in order."""
 
-    keep: int
-    taper: int
-    budget: int | None
+    budget: int
     cost: Callable[[int], int]
     account: int = 0
-    peak: float = 0.0
 
     def next_keep(self, now: int, tells: list[tuple]) -> int:
-        drift = sum(tell[3] for tell in tells)
-        self.peak = max(self.peak, drift)
-        level, halves = 1.0, 0
-        for _ in range(self.taper):
-            level = level * (drift / max(self.peak, 1e-300))
-        while halves < 12 and level < 4.0 ** -(halves + 1):
-            halves += 1
-        wanted = max(1, self.highest(now, tells) // 2**halves)
+        wanted = self.wanted(now, tells)
         return min(wanted, 2 * now) if wanted > now else max(wanted, (now + 1) // 2)
 
-    def highest(self, now: int, tells: list[tuple]) -> int:
-        if self.budget is None:
-            return self.keep
+    def wanted(self, now: int, tells: list[tuple]) -> int:
         spent = max(tell[1] for tell in tells) or self.cost(now)
         self.account = max(-4 * self.budget, min(4 * self.budget, self.account + self.budget - spent))
         lag = sum(tell[2] for tell in tells) / max(sum(tell[3] for tell in tells), 1e-300)
@@ -805,7 +793,7 @@ def test_unexpected_messages_are_refused(name: str) -> None:
         with pytest.raises(ValueError, match=f"another {field}"):
             read_message(write_message(replace(message, **{field: value}), key), key, **expected)
     with pytest.raises(ValueError, match="unknown kind"):
-        read_message(write_message(replace(message, kind=9), key), key)
+        read_message(write_message(replace(message, kind=14), key), key)
     for at, new, reason in ((0, "4f56544d", "magic"), (4, "01", "version"), (16, "ff" * 8, "beyond")):
         broken = put(data[: HEADER.size + len(message.body)], at, new)
         with pytest.raises(ValueError, match=reason):
@@ -1217,10 +1205,10 @@ def test_reads_the_sharded_rounds_of_overtone(
 
 
 @pytest.mark.parametrize(
-    ("exchange", "budget", "taper"),
-    [("gathered", 3000, 0), ("sharded", 2500, 0), ("gathered", 3000, 2), ("gathered", None, 4), ("sharded", None, 1)],
+    ("exchange", "budget"),
+    [("gathered", 3000), ("sharded", 2500)],
 )
-def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget: int | None, taper: int) -> None:
+def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget: int) -> None:
     """The tells in the messages (sharded: letters) of a run, and section 9, give the `keep` of each next round."""
     from unittest import mock
 
@@ -1236,9 +1224,8 @@ def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget:
         model = torch.nn.Sequential(torch.nn.Linear(70, 64), torch.nn.Linear(64, 130, bias=False))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    how = {"keep": KEEP} if budget is None else {"budget": str(budget)}
-    method = overtone.decoupled(  # type: ignore[arg-type]
-        every=1, taper=taper, lr=0.9, momentum=0.8, plain_keep=4096, exchange=exchange, drain=0, **how
+    method = overtone.decoupled(
+        every=1, lr=0.9, momentum=0.8, plain_keep=4096, exchange=exchange, drain=0, budget=str(budget)
     )
     cluster = overtone.Cluster(build, method, replicas=members)
     gather, kind = SimTransport.gather, 8 if exchange == "sharded" else 0
@@ -1261,8 +1248,8 @@ def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget:
     def cost(keep: int) -> int:
         return costs(slabs, [], members, numbers_of(keep, 1, None, members))[exchange]
 
-    decider, keeps = Decider(KEEP, taper, budget, cost), []
-    keep = KEEP if budget is None else base_of(budget, cost)
+    decider, keeps = Decider(budget, cost), []
+    keep = base_of(budget, cost)
     for number in range(25):
         bodies = [read_message(one, b"", kind=kind, round=number).body for one in said[3 * number : 3 * number + 3]]
         tells = [struct.unpack("<HQ6f", body[:34]) for body in bodies]

@@ -1,8 +1,8 @@
 """The cells of the study, by the question that they answer, the most important first.
 
 Every option that matters is written out: defaults may change. A cell that several questions need is made once. What it
-costs, on one core: library and bible 3 to 4 minutes, images about 6, llama 16, wide 35. In all about 20 hours of one
-core, ten of two.
+costs, on one core: library and bible 3 minutes, images 6, llama 8, wide 25. In all about 14 hours of one core, seven of
+two.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from overtone import methods
+from overtone.codec import TopK
+from overtone.rules import Outer
+
 OUTER = ((0.9, 0.8), (0.7, 0.9), (1.2, 0.7))  # learning rate and momentum of the outer step
 SUM = (4, 0)  # of four replicas: the anchor moves by the sum of what they send, at once
 SEEDS = (0, 1, 2)
-# The presets: keep, and the outer learning rate that rules.Outer computes for it.
-PRESETS = {"near": (128, 4.390625), "balanced": (56, 5.140625), "thin": (18, 7.53125), "thinnest": (7, 12.296875)}
+PRESETS = {name: methods.PRESETS[name].keep for name in ("near", "balanced", "thin", "thinnest")}
+BALANCED = PRESETS["balanced"]
 # Decay and outer learning rate, at keep 32.
 FORGETTING = ((1, 4), (0.97, 5.5), (0.95, 6), (0.95, 8), (0.9, 10))
 
@@ -42,20 +46,24 @@ def decoupled(keep: int, lr: float = 0.9, momentum: float = 0.8, exchange: str =
     return entry("decoupled", preset="first", keep=keep, lr=lr, momentum=momentum, exchange=exchange, **others)
 
 
-def turning(keep: int, decay: float, lr: float, drain: int = 1, **others: object) -> str:
-    """No momentum, a basis that turns, a residual that fades."""
-    numbers = {"transform": "turning", "plain_keep": 512, "drain": drain, **({"decay": decay} if decay < 1 else {})}
-    return decoupled(keep, lr, 0, **numbers, **others)
+def turning(keep: int, decay: float, lr: float, momentum: float = 0, **others: object) -> str:
+    """A basis that turns, and a residual that fades."""
+    numbers = {"transform": "turning", "plain_keep": 512, "drain": 1, **({"decay": decay} if decay < 1 else {})}
+    return decoupled(keep, lr, momentum, **{**numbers, **others})
 
 
-def preset(name: str, **others: object) -> str:
-    keep, lr = PRESETS[name]
-    return turning(keep, 0.95, lr, drain=0, **others)
+def ours(keep: int = BALANCED, *, decay: float = 0.95, momentum: float = 0, bits: int = 1, **others: object) -> str:
+    """As the presets have it, with the outer learning rate that follows from these numbers."""
+    lr = Outer(None, momentum, decay).among(4, TopK(keep, bits).energy_share()).lr
+    assert lr is not None
+    if bits > 1:
+        others["bits"] = bits
+    return turning(keep, decay, lr, momentum, **{"drain": 0, **others})
 
 
 def asks() -> Iterator[Ask]:
     """All cells, in the order in which they are made."""
-    presets = tuple(preset(name) for name in PRESETS)
+    presets = tuple(ours(keep) for keep in PRESETS.values())
     # Depth first: it carries the claims, and takes longest.
     yield Ask("presets", "llama", (*presets, diloco()), SEEDS)
     yield Ask("presets", "llama", (diloco(every=40),), SEEDS)
@@ -66,24 +74,49 @@ def asks() -> Iterator[Ask]:
     yield Ask("grid", "llama", (diloco(0.7, 0.9, inner_lr=2e-3), diloco(1, 0.5, inner_lr=1e-3)))
     yield Ask("forgetting", "llama", tuple(turning(32, decay, lr) for decay, lr in FORGETTING))
     yield Ask("forgetting", "llama", (turning(56, 0.84, 10),))
-    # Dense messages lose something that bytes do not explain: a larger step, or the momentum of the first version?
-    momentum = decoupled(128, transform="turning", plain_keep=512, drain=0)
-    yield Ask("near", "llama", (turning(128, 0.95, 5.6, drain=0), momentum))
+    # Dense messages lose something that bytes do not explain. How far may a round move the anchor?
+    steps = tuple(turning(128, 0.95, lr, drain=0) for lr in (3.046875, 4.390625, 5.6))
+    yield Ask("near", "llama", (*steps, turning(56, 0.95, 6.609375, drain=0), turning(128, 1, 4.390625, drain=0)))
+    yield Ask("near", "llama", (turning(128, 1, 0.9, 0.8, drain=0),))
+    yield Ask("near", "llama", tuple(turning(128, 0.95, lr, drain=0, carry=0.5) for lr in (3.046875, 4.390625)))
     # DDP sends a round's bytes in every step: `every` times the saving against DiLoCo is 3000.
-    for every, keep, lr in ((100, 280, 2.96875), (30, 72, 4.859375)):
-        yield Ask("3000x", "llama", (diloco(every=every), turning(keep, 0.95, lr, drain=0, every=every)))
+    for every, keep in ((30, 72), (100, 280)):
+        yield Ask("3000x", "llama", (diloco(every=every), ours(keep, every=every)), SEEDS)
     # The first trials: with momentum, with the sum of all messages, at other learning rates.
     yield Ask("outer", "llama", (decoupled(32, *SUM), decoupled(32, *SUM, transform="turning")))
     yield Ask("outer", "llama", (decoupled(64, *SUM, transform="turning", plain_keep=512),))
     yield Ask("outer", "llama", (decoupled(32, *SUM, transform="turning", decay=0.97),))
     yield Ask("outer", "llama", tuple(decoupled(32, inner_lr=rate) for rate in (1e-3, 2e-3, 4e-3)))
     yield Ask("outer", "llama", (decoupled(32, *SUM, inner_lr=1e-3),))
-    yield Ask("taper", "llama", (decoupled(64, *SUM, taper=2, plain_keep=512, drain=1),))
+    yield Ask("every", "llama", (ours(80, every=40),))
     every_5 = decoupled(48, *SUM, transform="turning", plain_keep=512, every=5, drain=1)
     yield Ask("every", "llama", (every_5, diloco(every=5)))
-    # Breadth.
+    yield from _breadth(presets)
+    yield Ask("wide", "wide", (diloco(), ours(), "alone"))
+
+
+def _breadth(presets: tuple[str, ...]) -> Iterator[Ask]:
+    """Two texts, one image set, and the questions, on a small model."""
+    # More replicas, with as many samples in all.
+    for replicas, seeds in ((16, SEEDS), (8, (0,)), (2, (0,)), (32, (0,))):
+        many = tuple(ours(PRESETS[name], exchange="auto") for name in ("near", "balanced"))
+        yield Ask("replicas", "bible", (diloco(), *many, "alone"), seeds, replicas)
     for setting in ("bible", "library", "images"):
         yield Ask("presets", setting, (diloco(), *presets, "alone"), SEEDS)
+    yield Ask("transform", "bible", tuple(ours(transform=one) for one in ("dct", "hadamard", "none")), SEEDS)
+    yield Ask("transform", "bible", (ours(chunk=32), ours(chunk=128)))
+    # As many bytes in all: more bits and fewer values, or fewer rounds and more values.
+    yield Ask("bits", "bible", (ours(49, bits=2), ours(40, bits=4)), SEEDS)
+    for every in (30, 100):
+        yield Ask("every", "bible", (diloco(every=every), ours(BALANCED * every // 10, every=every)), SEEDS)
+    yield Ask("outer", "bible", (ours(momentum=0.5), ours(carry=0), ours(carry=0.5)), SEEDS)
+    yield Ask("dense", "bible", (ours(drain=2), ours(plain_keep=4096), ours(first_rounds=30, first_keep=512)), SEEDS)
+    yield Ask("exchange", "bible", (ours(exchange="sharded"), ours(delay=5), ours(delay=10)), SEEDS)
+    yield Ask("skew", "bible", (diloco(skew=1), ours(skew=1), "alone:skew=1"), SEEDS)
+    yield Ask("muon", "bible", (diloco(inner="muon"), ours(inner="muon")))
+    sparse = {"keep": 50, "bits": 2, "decay": 0.95}
+    yield Ask("others", "bible", tuple(entry("sparse_loco", **sparse, lr=lr, momentum=0) for lr in (0.7, 1, 3.5)))
+    yield Ask("others", "bible", tuple(entry("published", keep=56, lr=lr, decay=0.9) for lr in (0.4, 0.7, 1)))
     for rate in (None, 5e-4):
         others = {} if rate is None else {"inner_lr": rate}
         for decay, lr in ((1, 4), (0.95, 6), (0.9, 10)):
@@ -94,13 +127,6 @@ def asks() -> Iterator[Ask]:
     yield Ask("outer", "bible", (decoupled(8, *SUM),))
     # The same run twice, but for a learning rate that differs in the fifth digit: how far apart chance takes them.
     yield Ask("chance", "bible", tuple(decoupled(16, inner_lr=rate) for rate in (0.0019999, 0.0020001)))
-    transforms = ("dct", "hadamard", "none", "turning")
-    yield Ask("transform", "bible", tuple(decoupled(16, *SUM, transform=one) for one in transforms), SEEDS)
     yield Ask("transform", "bible", (decoupled(16, chunk=128),))
-    # More replicas, with as many samples in all.
-    for replicas in (8, 16):
-        many = (diloco(), preset("near"), preset("balanced"), "alone")
-        yield Ask("replicas", "bible", many, SEEDS, replicas)
     for lr, decay in ((4, 1), (8, 1), (10, 0.9), (20, 0.9)):
         yield Ask("replicas", "bible", (turning(32, decay, lr),), replicas=16)
-    yield Ask("wide", "wide", (diloco(), preset("balanced"), "alone"))

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from frontier.grid import PRESETS, diloco, preset
+from frontier.grid import PRESETS, diloco, ours
 from frontier.results import Rows
-from frontier.tables import Group, grouped
+from frontier.tables import NAMES, Group, grouped
 
 PICTURE = Path("docs/frontier.svg")
 SETTING, REPLICAS = "llama", 4
@@ -23,8 +23,8 @@ def draw(rows: Rows) -> None:
     groups = grouped(row for row in rows.values() if (row.setting, row.replicas) == (SETTING, REPLICAS))
     by_entry = {group.entry: group for group in groups}
     reference = by_entry[diloco()]
-    presets = {name: by_entry[preset(name)] for name in PRESETS if preset(name) in by_entry}
-    others = [group for group in groups if _belongs(group) and group.entry not in (*map(preset, PRESETS), diloco())]
+    presets = {name: by_entry[ours(keep)] for name, keep in PRESETS.items() if ours(keep) in by_entry}
+    others = [group for group in groups if _belongs(group) and group.entry not in NAMES]
     parts = [*_axes(), *(_point(group, reference, 3.5, OTHERS) for group in others)]
     line = " ".join("{:.1f},{:.1f}".format(*_xy(group, reference)) for group in presets.values())
     parts.append(f'<polyline points="{line}" fill="none" stroke="{OURS}" stroke-width="2"/>')

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import paired
-from frontier.grid import PRESETS, preset
+from frontier.grid import PRESETS, ours
 from frontier.results import Row, Rows
 from frontier.settings import EVERY
 
 # Numbers that most entries have are not said in their labels.
 UNSAID = ("preset=first", "lr=0.9", "momentum=0.8", "exchange=gathered")
-NAMES = {preset(name): name for name in PRESETS}
+NAMES = {ours(keep): name for name, keep in PRESETS.items()}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Group:
     def label(self) -> str:
         """The entry in words."""
         if self.entry in NAMES:
-            return f"**decoupled, {NAMES[self.entry]}** (keep {PRESETS[NAMES[self.entry]][0]})"
+            return f"**decoupled, {NAMES[self.entry]}** (keep {PRESETS[NAMES[self.entry]]})"
         name, _, options = self.entry.partition(":")
         said = [option for option in options.split(",") if option and option not in UNSAID]
         return f"{name} {', '.join(option.replace('=', ' ') for option in said)}".strip()

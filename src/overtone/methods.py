@@ -24,7 +24,6 @@ UNSAID = (
     ("plain_keep", FULL_CHUNK),
 )  # numbers of a codec that earlier versions did not have, with what they then were
 AUTO = "auto"  # a number of a rule that follows from the round
-MOST_TAPER = 8
 MOST_DRAIN = 1024  # each draining message is dense; twelve of them remove most of the residuals
 
 
@@ -43,7 +42,6 @@ class Method:
     keep_down: int | None = None  # if sharded: `keep` of the owners' letters; None: exchange/choice.py chooses it
     first_rounds: int = 0  # so many rounds at the beginning have another `keep`,
     first_keep: int | None = None  # namely this one
-    taper: int = 0  # `keep` falls as this power of the drift's norm does (exchange/control.py)
     budget: Budget | None = None  # bytes of a round, from which `keep` follows
 
     def __post_init__(self) -> None:
@@ -65,15 +63,10 @@ class Method:
         self._check_delay()
         self._check_exchange()
         self._check_first_rounds()
-        if not (type(self.taper) is int and 0 <= self.taper <= MOST_TAPER):
+        if self.budget is not None and not self.may_shard:
             raise MethodError(
-                f"taper={self.taper!r}: a power of the drift's norm, a whole number from 0 to {MOST_TAPER}"
-            )
-        if self.controlled and not self.may_shard:
-            given = f"budget={self.budget}" if self.budget else f"taper={self.taper}"
-            raise MethodError(
-                f"{given}: {self.name} has no `keep` to control; only the Outer rule on the drift, with a TopK codec, "
-                "has"
+                f"budget={self.budget}: {self.name} has no `keep` to control; only the Outer rule on the drift, with a "
+                "TopK codec, has"
             )
 
     def _check_delay(self) -> None:
@@ -99,8 +92,10 @@ class Method:
             raise MethodError(f"{given}={getattr(self, given)!r}: means nothing without {other}; give both")
         if self.first_keep is None:
             return
-        if not self.may_shard or self.controlled:
-            why = "a controller sets `keep`" if self.controlled else f"{self.name} has no `keep` that could change"
+        if not self.may_shard or self.budget is not None:
+            why = (
+                "the budget sets `keep`" if self.budget is not None else f"{self.name} has no `keep` that could change"
+            )
             raise MethodError(f"first_keep={self.first_keep!r}: {why}; leave it out")
         self.with_keep(self.first_keep)  # refuses a number that is none
 
@@ -131,11 +126,6 @@ class Method:
         return drifts and isinstance(self.codec, TopK) and isinstance(self.rule, Outer)
 
     @property
-    def controlled(self) -> bool:
-        """True if a controller sets `keep` for each round."""
-        return self.taper > 0 or self.budget is not None
-
-    @property
     def consensus(self) -> bool:
         """True if all replicas share one anchor."""
         return self.every is not None and self.rule.consensus
@@ -147,7 +137,7 @@ class Method:
         assert codec is not None, "checked when the method was built"
         # Letters of the last messages have every coefficient too.
         keep_down = None if self.exchange == "gathered" else FULL_CHUNK
-        fixed = replace(self, taper=0, budget=None, first_rounds=0, first_keep=None)
+        fixed = replace(self, budget=None, first_rounds=0, first_keep=None)
         return replace(fixed, rule=rule, codec=codec, keep_down=keep_down)
 
     def of_round(self, index: int) -> Method:
@@ -177,7 +167,6 @@ class Method:
             "drain": self.drain,
             # Only where they say something: earlier versions had none of them.
             **({"delay": self.delay} if self.delay else {}),
-            **({"taper": self.taper} if self.taper else {}),
             **({"budget": str(self.budget)} if self.budget else {}),
             **({"first_rounds": self.first_rounds, "first_keep": self.first_keep} if self.first_rounds else {}),
             **({"exchange": self.exchange, "keep_down": self.keep_down} if self.exchange != "gathered" else {}),
@@ -271,7 +260,6 @@ def decoupled(
     preset: str = DEFAULT_PRESET,
     budget: str | None = None,
     keep: int | None = None,
-    taper: int = 0,
     bits: int = 1,
     lr: float | None = None,
     momentum: float | None = None,
@@ -290,9 +278,8 @@ def decoupled(
 ) -> Method:
     """The default: replicas send the strongest coefficients of the residual and carry the rest in their own weights.
 
-    The preset gives every number that is None. With a ``budget``, ``keep`` follows from it. With a ``taper``, ``keep``
-    is the largest of the run. In most presets ``lr`` is None as well: it then follows from ``keep`` and ``decay``
-    (`rules.Outer`).
+    The preset gives every number that is None. With a ``budget``, ``keep`` follows from it. In most
+    presets ``lr`` is None as well: it then follows from ``keep`` and ``decay`` (`rules.Outer`).
     """
     if not isinstance(preset, str) or preset not in PRESETS:
         raise MethodError(f"preset={preset!r}: unknown; there are {', '.join(PRESETS)}")
@@ -324,7 +311,6 @@ def decoupled(
         keep_down=keep_down,
         first_rounds=first_rounds,
         first_keep=first_keep,
-        taper=taper,
         budget=limit,
     )
 
@@ -342,8 +328,6 @@ OPTIONS: dict[str, str] = {
     "budget": "Bytes that a replica may send in a round, such as 200kB; or a share of a link, such as "
     "'10% of 50Mbit/s'. `keep` then follows from it.",
     "keep": "Coefficients sent of each 64 x 64 chunk; smaller and larger chunks send in proportion to their area.",
-    "taper": "`keep` falls as this power of the drift does, by halves, once the drift is smaller than it was. 0: it "
-    "does not follow the drift.",
     "bits": "Bits of each coefficient sent: 1, 2, 4, 8, 16 or 32.",
     "lr": "Learning rate of the outer step; the inner optimizer has one of its own. decoupled: by default it "
     "follows from `keep` and `decay`.",

@@ -21,7 +21,7 @@ from overtone.common import limits
 from overtone.common.limits import human_bytes
 from overtone.errors import ConfigError
 from overtone.exchange.choice import Cost, cost_of, costs_of
-from overtone.exchange.control import LEAST_KEEP, UNKNOWN, Controller
+from overtone.exchange.control import LEAST_KEEP, Controller
 from overtone.exchange.message import HEADER_BYTES, Seal
 from overtone.ledger import Count
 from overtone.methods import METHODS, Method, method_named, takes
@@ -47,15 +47,15 @@ class Plan:
 def run_plan(flags: Plan) -> None:
     """Print the plan."""
     shapes = shapes_of(flags.task)
-    out.print(describe(at_peak(flags.choice.build(), shapes, flags.replicas), shapes, flags.replicas))
+    out.print(describe(within_budget(flags.choice.build(), shapes, flags.replicas), shapes, flags.replicas))
 
 
-def at_peak(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> Method:
-    """The method with the `keep` that its budget pays for, while the drift is at its largest."""
+def within_budget(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> Method:
+    """The method with the `keep` that its budget pays for in the first round."""
     if method.budget is None or replicas == 1:
         return method
     cost = costs_of(method, _slabs(method, shapes), (), replicas)
-    controller = Controller(UNKNOWN, method.taper, method.budget, cost, cost(LEAST_KEEP))
+    controller = Controller(method.budget, cost, cost(LEAST_KEEP))
     return method.with_keep(controller.begin().keep)
 
 
@@ -89,7 +89,7 @@ def dry_run(config: Run) -> Group:
     for name in METHODS:
         options = every if "every" in takes(name) else {}
         chosen = name == config.choice.method
-        method = at_peak(config.choice.build(), shapes, world) if chosen else method_named(name, **options)
+        method = within_budget(config.choice.build(), shapes, world) if chosen else method_named(name, **options)
         message, sent = round_bytes(method, shapes, world)
         rounds = config.training.steps // method.every if method.every else 0
         shown.add_row(
@@ -183,15 +183,13 @@ def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int
 
 def _control(method: Method) -> str:
     """What a controller does with `keep` during a run."""
-    if not method.controlled:
+    if method.budget is None:
         return ""
     assert isinstance(method.codec, TopK), "checked when the method was built"
     told = f"\nkeep is {method.codec.keep} at first"
-    if method.budget is not None and not method.budget.bytes:
-        told += f", then what {method.budget} pays for, which depends on the time of a round"
-    elif method.budget is not None:
-        told += f", which is what {method.budget} pay for"
-    return f"{told}{'; it falls with the drift, so a run sends less than that' if method.taper else ''}."
+    if method.budget.bytes:
+        return f"{told}, which is what {method.budget} pay for."
+    return f"{told}, then what {method.budget} pays for, which depends on the time of a round."
 
 
 def _rounds(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> str:

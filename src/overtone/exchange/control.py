@@ -3,10 +3,9 @@
 Every message carries its `keep` and a *tell*: what its sender has measured. All replicas read the same tells, compute
 with them in rank order and in Python's own numbers, and so come to the same `keep` without a further message.
 
-A budget says how large `keep` may be. With a taper it falls with the drift, by halves: fewer bytes where the learning
-rate is low. Trials found no gain by that (docs/log.md), so it is off unless asked for.
+A budget says how large `keep` may be. It does not follow the drift: fewer bytes where the learning rate is low brought
+no gain (docs/log.md).
 
-    drift      Σ‖G‖², against the largest of all rounds so far
     lag        Σ‖E‖² / Σ‖G‖²: how many rounds of drift the residuals hold, after the message has left
     agreement  K·‖u‖² / Σ‖c‖²: 1 if all replicas say the same, 1/K if what they send has nothing in common
     cosine     of the mean u with the outer momentum M before it
@@ -27,7 +26,6 @@ from overtone.coding.bits import Reader
 from overtone.errors import MethodError, WireError
 
 LEAST_KEEP, MOST_KEEP = 1, 4096
-MOST_FALLS = 12  # halves of 4096 down to 1
 UNKNOWN = 32  # `keep` of the first round on a link, before the time of a round is known
 FEW_ROUNDS = 2.0  # of drift in the residuals: the next message needs fewer coefficients
 BANK = 4  # rounds whose bytes may be saved, or owed
@@ -112,12 +110,11 @@ class Tell:
 
 @dataclass(frozen=True)
 class Control:
-    """The controller's state. ``keep``, ``account`` and ``peak`` are the same on all replicas. The rest is what this
-    replica has measured in the last round, and tells in the next."""
+    """The controller's state. ``keep`` and ``account`` are the same on all replicas. The rest is what this replica has
+    measured in the last round, and tells in the next."""
 
     keep: int
     account: int = 0  # bytes that were not spent, or below 0 that were spent too early
-    peak: float = 0.0  # the largest drift of a round so far, Σ‖G‖²
     spent: int = 0
     agreement: float = 0.0
     cosine: float = 0.0
@@ -129,34 +126,26 @@ class Control:
     @property
     def of_all(self) -> Control:
         """The part that is the same on all replicas, for a newcomer."""
-        return Control(self.keep, self.account, self.peak)
+        return Control(self.keep, self.account)
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> Control:
         """The state that was saved as a table. Raises a `ValueError` if it is damaged."""
         whole = [int(saved[name]) for name in ("keep", "account", "spent")]
-        peak, *measured = (float(saved[name]) for name in ("peak", "agreement", "cosine"))
-        if not LEAST_KEEP <= whole[0] <= MOST_KEEP or not all(map(math.isfinite, (peak, *measured))) or peak < 0:
+        measured = [float(saved[name]) for name in ("agreement", "cosine")]
+        if not LEAST_KEEP <= whole[0] <= MOST_KEEP or not all(map(math.isfinite, measured)):
             raise ValueError(f"control {saved}")
-        return cls(whole[0], whole[1], peak, whole[2], *measured)
+        return cls(*whole, *measured)
 
 
 class Controller:
-    """Decides on `keep`, round by round.
+    """Decides on `keep`, round by round: it alternates between the powers of two around what the budget pays for."""
 
-    While the drift is at its peak, `keep` is the method's own; with a budget, it alternates between the two powers of
-    two around what the budget pays for. It falls as the ``taper``-th power of the drift's norm does.
-    """
-
-    def __init__(
-        self, keep: int, taper: int, budget: Budget | None, cost: Callable[[int], int], least: int = 0
-    ) -> None:
-        self.keep = keep  # at the peak, without a budget
-        self.taper = taper
+    def __init__(self, budget: Budget, cost: Callable[[int], int], least: int = 0) -> None:
         self.budget = budget
         self.cost = cost  # about the bytes that a replica sends in a round with this `keep`
         # ``least`` are the bytes of a round with one coefficient of each chunk, if no buffer has changed.
-        if budget is not None and budget.bytes and least > budget.bytes:
+        if budget.bytes and least > budget.bytes:
             raise MethodError(
                 f"budget={budget.bytes}: a round takes {least} bytes even if it sends one coefficient of each chunk; "
                 "give at least that, or lower `plain_keep`"
@@ -164,38 +153,19 @@ class Controller:
 
     def begin(self) -> Control:
         """Before the first round: what the budget pays for. If the time of a round is not known yet, `UNKNOWN`."""
-        if self.budget is None:
-            return Control(self.keep)
         return Control(self.affordable(self.budget.bytes) if self.budget.bytes else UNKNOWN)
 
     def decide(self, control: Control, tells: Sequence[Tell]) -> tuple[Control, str]:
         """The controller's state after a round with these tells, and in words why `keep` moved; empty if it did not."""
-        drift = sum(tell.drift for tell in tells)
-        peak = max(control.peak, drift)
-        highest, account, why = self._highest(control, tells)
-        wanted = highest
-        if falls := self._falls(drift, peak):
-            wanted = max(LEAST_KEEP, highest >> falls)
-            why = f"the drift is {math.sqrt(drift / peak):.0%} of its largest"
+        wanted, account, why = self._wanted(control, tells)
         keep = control.keep
         chosen = min(wanted, 2 * keep) if wanted > keep else max(wanted, (keep + 1) // 2)
         about = f"agreement {_mean([t.agreement for t in tells]):.2f}, cosine {_mean([t.cosine for t in tells]):+.2f}"
         why = f"keep {keep} to {chosen}: {why} ({about})" if chosen != keep else ""
-        return replace(control, keep=chosen, account=account, peak=peak), why
+        return replace(control, keep=chosen, account=account), why
 
-    def _falls(self, drift: float, peak: float) -> int:
-        """How often `keep` is halved for this drift. Products alone, so that it is the same on every machine."""
-        level, falls = 1.0, 0
-        for _ in range(self.taper):
-            level *= drift / max(peak, TINY)
-        while falls < MOST_FALLS and level < 0.25 ** (falls + 1):  # of squared norms
-            falls += 1
-        return falls
-
-    def _highest(self, control: Control, tells: Sequence[Tell]) -> tuple[int, int, str]:
-        """The `keep` for a drift at its peak, the account after the round, and why."""
-        if self.budget is None:
-            return self.keep, control.account, "the drift is near its largest"
+    def _wanted(self, control: Control, tells: Sequence[Tell]) -> tuple[int, int, str]:
+        """The `keep` that the account pays for, the account after the round, and why."""
         # The slowest replica sets the pace, and the largest message the cost.
         limit = self.budget.of_round(max(tell.seconds for tell in tells))
         if not limit:  # no round is over yet whose time is known
