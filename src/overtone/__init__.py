@@ -33,6 +33,7 @@ from overtone.errors import (
     RunError,
     RunLogError,
     StateError,
+    StoreError,
     StreamError,
     TaskError,
     UnfitRunError,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from overtone.replica import Replica
     from overtone.sim.cluster import Cluster
     from overtone.sim.network import Absence, Link
+    from overtone.swarm.store import Store
     from overtone.transport import Solo
     from overtone.world.join import connect
     from overtone.world.process_group import Torch
@@ -60,13 +62,26 @@ else:
         "replica": ("Replica",),
         "sim.cluster": ("Cluster",),
         "sim.network": ("Absence", "Link"),
+        "swarm.store": ("Store",),
         "transport": ("Solo",),
         "world.join": ("connect",),
         "world.process_group": ("Torch",),
     }  # fmt: skip
     _MODULE_OF = {name: f"overtone.{module}" for module, names in _NAMES_OF.items() for name in names}
     # `import overtone` alone is enough to reach these modules, such as `overtone.rules.Outer`.
-    _MODULES = ("codec", "coding", "exchange", "ledger", "methods", "replica", "rules", "sim", "transport", "world")
+    _MODULES = (
+        "codec",
+        "coding",
+        "exchange",
+        "ledger",
+        "methods",
+        "replica",
+        "rules",
+        "sim",
+        "swarm",
+        "transport",
+        "world",
+    )
 
     def __getattr__(name):
         """Import a public name, or a module of the library, on first use (PEP 562)."""
@@ -114,6 +129,8 @@ __all__ = [
     "RunLogError",
     "Solo",
     "StateError",
+    "Store",
+    "StoreError",
     "StreamError",
     "TaskError",
     "Torch",

@@ -57,6 +57,10 @@ class WireError(OvertoneError, ValueError):
     """The received bytes are not a valid message of this round of this run."""
 
 
+class StoreError(OvertoneError, RuntimeError):
+    """The object storage of a run cannot be reached, or refuses a request."""
+
+
 class NotFiniteError(OvertoneError, ValueError):
     """Some coefficients are infinite or NaN. ``tensor`` is the index of the tensor, counted from 0."""
 

@@ -26,6 +26,8 @@ from overtone.exchange.round import Exchanger, Pending
 from overtone.exchange.state import ExchangeState, Shared
 from overtone.ledger import Round
 from overtone.methods import Method, decoupled
+from overtone.swarm.course import Course
+from overtone.swarm.store import Store, refuse_unfit
 from overtone.transport import Background, Exchange, Flight, Transport, lacking, run_exchange
 from overtone.world.join import connect
 
@@ -58,6 +60,7 @@ class Replica:
         if not isinstance(method, Method | None):
             raise MethodError(f"method={method!r}: give a Method, such as overtone.decoupled(every=64)")
         overlaps = method is not None and method.delay > 0
+        stored = isinstance(transport, Store)
         if transport is not None and (missing := lacking(transport, overlaps=overlaps)):
             raise MethodError(
                 f"transport={transport!r}: has no {', '.join(missing)}; give Solo(), Torch(group), one of your own "
@@ -70,6 +73,8 @@ class Replica:
         self.transport = transport or connect()
         if self.transport.size > MOST_REPLICAS:
             raise MethodError(f"transport: {self.transport.size} replicas; a message can name {MOST_REPLICAS}")
+        if stored:
+            refuse_unfit(self.method)
         self._seal = Seal.with_key(key)
         self._refused = refused
         self.description = describe(self.method, self.parameters.all, self.buffers, refused)
@@ -81,13 +86,17 @@ class Replica:
             seal=self._seal,
             schema=schema_of(self.description),
             refused=refused,
+            pattern="gathered" if stored else None,
         )
         # Each local step replaces it. After a checkpoint was loaded, `finish` may start a round before any local step.
         self._inner_step = InnerStep(inner, self.parameters.exchanged)
         self._showing_anchor = False
         self._flight: Flight | None = None  # the exchange in the background
         self._background: Background | None = None
-        if join:
+        self._course: Course | None = None  # through the rounds of a run in a store
+        if isinstance(transport, Store):
+            self._course = Course(self.exchanger, transport, self.description, self._seal)
+        elif join:
             run_exchange(self.joining(), self.transport, "setup")
             if self.method.delay:  # now and not at the first round: a second channel needs all peers
                 self._background = self.transport.background()
@@ -158,6 +167,8 @@ class Replica:
         scaler skips still counts, so all replicas count the same steps. ``closure`` is passed to the inner optimizer.
         """
         due = self.local_step(clip=clip, scaler=scaler, closure=closure)
+        if self._course is not None:
+            return self._course.after_step(self._inner_step, due=due)
         absorbed = self._absorb() if self.exchanger.must_absorb else None
         if not due:
             return absorbed
@@ -180,6 +191,8 @@ class Replica:
         methods without consensus (`alone`, `published`), each replica ends with its own weights.
         """
         self._refuse_to_finish_at_anchor()
+        if self._course is not None:
+            return self._course.finish(self._inner_step)
         absorbed = [self._absorb()] if self.exchanger.in_flight else []
         return [*absorbed, *run_exchange(self.finishing(), self.transport, "finish")]
 
@@ -269,15 +282,10 @@ class Replica:
         handshake = Handshake(self.transport.rank, self.transport.peers, self._seal)
         everything = [*self.parameters.all.values(), *self.buffers.tensors()]
         run = yield from handshake.introduce(self.description, everything)
-        self.buffers.remember()
-        exchanger.signal.begin()
-        weights = exchanger.layout.read(self.parameters.tensors, exchanger.layout.empty(self.device))
         # A rank that can be left out of a round needs a residual to put its payload back into.
         # So with "leave out", even a lossless codec counts as lossy here.
         lossless = method.codec.lossless and exchanger.pattern.passes_all_on and self._refused == "raise"
-        tensors = method.rule.begin(weights, lossless=lossless)
-        control = None if exchanger.controller is None else exchanger.controller.begin()
-        exchanger.state = ExchangeState(run, tensors, exchanger.pattern.state, control=control)
+        exchanger.begin(run, lossless=lossless)
         yield from handshake.confirm(everything, exchanger.anchor_tensors(), consensus=method.consensus)
 
     def rounding(self, method: Method | None = None) -> Exchange[Round]:
@@ -322,6 +330,8 @@ class Replica:
         if self.state.under_way and pending is None:
             raise StateError("state_dict: in the middle of a round nothing is settled; save after it")
         saved = state.save(self.state, self.description, exchanger.signal, self.buffers, self.transport.ledger)
+        if self._course is not None:
+            saved["store"] = self._course.saved()
         if pending is None:
             return saved
         return {**saved, "flight": flight.save(pending, exchanger.pattern.name, len(self.transport.peers))}
@@ -330,6 +340,9 @@ class Replica:
         """Continue from a `state_dict`. If it is of another model or method, the error names the difference."""
         self._refuse_at_anchor("load_state_dict", "load")
         self._refuse_changes("load_state_dict")
+        if self._course is not None:
+            self._course.restore(saved, self.description)
+            return
         exchanger = self.exchanger
         saved = flight.checked(saved, exchanger, self.description)
         self.settle()  # an exchange that goes on reads what is changed now

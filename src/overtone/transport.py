@@ -313,16 +313,10 @@ class AlwaysCommits:
         """Do nothing: no peer can be lost here."""
 
 
-class Solo(AlwaysCommits):
-    """A world of one replica. Its collectives return at once and cost nothing."""
+class OneProcess(AlwaysCommits):
+    """A transport whose collectives have nobody to wait for: they return at once and cost nothing."""
 
-    rank = 0
-    size = 1
-
-    peers = (0,)
-
-    def __init__(self) -> None:
-        self.ledger = Ledger()
+    ledger: Ledger
 
     def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:  # noqa: ARG002
         return [message]
@@ -336,8 +330,20 @@ class Solo(AlwaysCommits):
     def broadcast(self, tensors: Sequence[Tensor], *, count: Count) -> None:
         pass
 
-    def background(self) -> Background:
-        return Background(self)
-
     def leave(self, words: str) -> None:  # there is no peer to notify
         pass
+
+
+class Solo(OneProcess):
+    """A world of one replica."""
+
+    rank = 0
+    size = 1
+
+    peers = (0,)
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+
+    def background(self) -> Background:
+        return Background(self)

@@ -66,6 +66,18 @@ def _read(rank: int, raw: bytes) -> Description:
     return about
 
 
+def compare_described(what: str, theirs: Mapping[str, object], here: Mapping[str, object]) -> None:
+    """Refuse to take part in something that was described otherwise. ``what`` it is, in words."""
+    differences = [
+        f"{printable(key)}: {printable(str(theirs.get(key, 'absent')))} there, {here.get(key, 'absent')} here"
+        for key in _differing([theirs, here])
+    ]
+    if differences:
+        raise MismatchError(
+            f"{what} does not match: {_first(differences)}. Use the same model, method and version, or another place"
+        )
+
+
 def compare_saved(saved: Mapping[str, object], here: Mapping[str, object]) -> None:
     """Refuse a saved state of another model or method. The version may differ, as long as the state fits."""
     keys = [key for key in _differing([saved, here]) if key not in NO_MATTER]

@@ -25,6 +25,7 @@ class Gathered:
 
     name = "gathered"
     passes_all_on = True
+    adds_numbers = False
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -37,13 +38,7 @@ class Gathered:
 
     def exchange(self, mine: Contribution, expected: Expected, peers: Sequence[int]) -> Exchange[Received]:
         context = self.context
-        if mine.header.kind in WITH_PAYLOAD:
-            # The order on the wire: tell, flags, buffers, slabs. docs/wire.md specifies it.
-            flags = context.pack_flags(mine.present) if context.flags else b""
-            body = b"".join([mine.pack_tell(), flags, *map(bytes_of, mine.buffers), *map(bytes_of, mine.blocks)])
-        else:
-            body = mine.reason()
-        gathered = yield Gather(seal_message(mine.header, body, context.seal), most=self._most)
+        gathered = yield Gather(seal_message(mine.header, self.body(mine), context.seal), most=self._most)
         begin = time.perf_counter()
         inbox = Inbox(peers).read(gathered, lambda rank, raw: self.open(raw, expected, rank, mine))
         seconds = time.perf_counter() - begin
@@ -53,7 +48,15 @@ class Gathered:
         counted = {rank: message for rank, message in inbox.messages.items() if rank not in left_out}
         headers = [message.header for message in counted.values()]
         readers = [Reader(message.body) for message in counted.values()]
-        return _Messages(headers, left_out, seconds, counted, readers, context, mine, len(peers))
+        return Messages(headers, left_out, seconds, counted, readers, context, mine, len(peers))
+
+    def body(self, mine: Contribution) -> bytes:
+        """The body of this replica's message."""
+        if mine.header.kind not in WITH_PAYLOAD:
+            return mine.reason()
+        # The order on the wire: tell, flags, buffers, slabs. docs/wire.md specifies it.
+        flags = self.context.pack_flags(mine.present) if self.context.flags else b""
+        return b"".join([mine.pack_tell(), flags, *map(bytes_of, mine.buffers), *map(bytes_of, mine.blocks)])
 
     def open(self, raw: bytes, expected: Expected, rank: int, mine: Contribution) -> Message:
         """Open a message and make sure that it will decode. Its whole body is parsed once, and the result is discarded.
@@ -80,7 +83,7 @@ def bytes_of(block: Block) -> bytes:
 
 
 @dataclass
-class _Messages(Received):
+class Messages(Received):
     """The messages that count. ``members`` is the number of replicas in the round, including those left out.
 
     Each reader moves through its message, so tell, flags, buffers and slabs must be read in the order of the message.

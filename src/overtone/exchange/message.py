@@ -42,6 +42,12 @@ class Kind(IntEnum):
     GREETING = 6  # the handshake before the first round
     CONTROL = 7  # the other messages of a run, besides the rounds; its `round` is a counter of its own
     LETTER = 8  # an owner's mean of its part, in the sharded exchange
+    # Objects of a run that lives in a store (overtone/swarm):
+    JOIN = 9  # the sender asks to become a member
+    RUN = 10  # what the run is
+    CLAIM = 11  # a process takes a member's number
+    COMMIT = 12  # what counts in a round
+    SNAPSHOT = 13  # the shared state after some rounds
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,15 @@ def seal_message(header: Header, body: bytes, seal: Seal) -> bytes:
 
 
 def unseal_message(message: bytes, expected: Expected, sender: int, seal: Seal) -> Message:
-    """Verify a message and split it into its parts.
+    """Verify a message of a known sender, round, run and schema, and split it into its parts."""
+    opened = open_message(message, seal)
+    # Only now: the fields of a damaged message would give a misleading reason.
+    _check(opened.header, expected, sender)
+    return opened
+
+
+def open_message(message: bytes, seal: Seal) -> Message:
+    """Verify the seal of a message, and split it into its parts. The header says whose it is.
 
     Bytes after the seal are padding that a transport may add. They must be zero.
     """
@@ -145,8 +159,6 @@ def unseal_message(message: bytes, expected: Expected, sender: int, seal: Seal) 
     if not hmac.compare_digest(seal.of(message[:HEADER_BYTES], body), mark):
         why = "forged, of another key or damaged" if seal.key else "damaged on the way"
         raise WireError(f"{'HMAC' if seal.key else 'checksum'}: does not match the message; it was {why}")
-    # Only now: the fields of a damaged message would give a misleading reason.
-    _check(header, expected, sender)
     return Message(header, body, mark)
 
 

@@ -106,6 +106,7 @@ class Pattern(Protocol):
     name: str
     state: State
     passes_all_on: bool  # every round applies all that its messages have, so that nothing of it is owed
+    adds_numbers: bool  # the network sums payloads, so that they are numbers and not bytes
 
     def deal(self, members: int) -> Deal:
         """How slabs and buffers are dealt into the parts of messages, among so many replicas."""

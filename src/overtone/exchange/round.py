@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from overtone.codec import Payload, TopK
 from overtone.coding import fingerprint
 from overtone.coding.kernels import kernels_for
 from overtone.coding.layout import part_of
@@ -32,7 +31,7 @@ from overtone.exchange.control import LEAST_KEEP, Controller, Tell
 from overtone.exchange.inner_step import InnerStep
 from overtone.exchange.message import NOBODY, Expected, Header, Kind, Seal
 from overtone.exchange.parameters import Parameters
-from overtone.exchange.pattern import Context, Contribution, Received
+from overtone.exchange.pattern import Context, Contribution, Pattern, Received
 from overtone.exchange.probe import Probe
 from overtone.exchange.signals import Sources
 from overtone.exchange.slab_work import Energies, SlabWork
@@ -79,6 +78,7 @@ class Exchanger:
         seal: Seal,
         schema: bytes,
         refused: str,
+        pattern: str | None = None,
     ) -> None:
         self.method = method
         self.parameters = parameters
@@ -94,20 +94,32 @@ class Exchanger:
         self.kernels = kernels_for(self.layout.size, self.device)
         flags = len(parameters.exchanged) if self.signal.tells_presence else 0
         self._context = Context(self.layout, self.kernels, buffers, seal, self.device, refused, flags)
-        self.pattern = pattern_for(method, self._context, transport.size)
+        self.pattern: Pattern = (
+            pattern_for(method, self._context, transport.size)
+            if pattern is None
+            else pattern_named(pattern, method, self._context, transport.size)
+        )
         self._deal = self.pattern.deal(transport.size)
         self._turns = method.codec.turns
         self.controller: Controller | None = None
-        if method.controlled:
+        if method.budget is not None:
             sizes = [shared.numel() for shared in buffers.shared]
             cost, least = (costs_of(method, self.layout.slabs, some, transport.size) for some in (sizes, ()))
-            assert isinstance(method.codec, TopK), "checked when the method was built"
-            self.controller = Controller(method.codec.keep, method.taper, method.budget, cost, least(LEAST_KEEP))
+            self.controller = Controller(method.budget, cost, least(LEAST_KEEP))
         # In the simulator, time is virtual.
         self._clock: Callable[[], float] = getattr(transport, "now", time.perf_counter)
         self._started: float | None = None  # when the last round started
         self.in_flight: Pending | None = None  # the round whose exchange goes on beside the training
         self.probe: Probe | None = None  # looks at some of the rounds, if it is set
+
+    def begin(self, run: bytes, *, lossless: bool) -> None:
+        """Make the state of round 0 of a run, from the weights and buffers that the model has now."""
+        self.buffers.remember()
+        self.signal.begin()
+        weights = self.layout.read(self.parameters.tensors, self.layout.empty(self.device))
+        tensors = self.method.rule.begin(weights, lossless=lossless)
+        control = None if self.controller is None else self.controller.begin()
+        self.state = ExchangeState(run, tensors, self.pattern.state, control=control)
 
     # -- first half ------------------------------------------------------------------------------------------------
 
@@ -141,7 +153,7 @@ class Exchanger:
         mine = Contribution(header, row.codec, work.deal, keep_down=row.keep_down, why=why)
         norms = torch.tensor([math.nan])
         if not why:
-            buffers = self.buffers.blocks(work.deal.buffers, as_numbers=row.codec.payload is Payload.NUMBERS)
+            buffers = self.buffers.blocks(work.deal.buffers, as_numbers=self.pattern.adds_numbers)
             try:
                 blocks, norms = work.encode(self.state.tensors, sources, scale=scale)
                 mine = replace(mine, blocks=blocks, buffers=buffers, present=sources.present)
@@ -175,7 +187,7 @@ class Exchanger:
             deal = pattern_named(pattern, row, self._context, members).deal(members)
         elif peers != self.transport.size:  # some are away
             deal = self.pattern.deal(peers)
-        energies = Energies() if self.controller is not None and row.controlled else None
+        energies = Energies() if self.controller is not None and row.budget is not None else None
         round_index = self.state.rounds if index is None else index
         turn = Turn(round_index, self.layout, self.kernels) if self._turns else None
         rule = row.rule.among(members or peers, row.codec.energy_share())

@@ -39,6 +39,7 @@ class Sharded:
     """The pattern of owners. It keeps no state: what an owner owes is in its residual."""
 
     name = "sharded"
+    adds_numbers = False
 
     def __init__(self, context: Context, codec: Codec, letters: LetterCodec) -> None:
         self.context = context

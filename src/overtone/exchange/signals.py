@@ -57,6 +57,11 @@ class Signal(Protocol):
         """The tensors to measure the signal from. ``overlapped``: local steps may follow before the answer."""
         ...
 
+    def standing(self) -> Sources:
+        """As `measure`, but of a replica that sends nothing: the answer moves where its drift begins, and the weights
+        with it."""
+        ...
+
     def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
         """Use the answer, which is now in the targets.
 
@@ -103,6 +108,10 @@ class Drift:
         answers = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
         return Sources(self.start, weights, answers, measured_at=[weight.clone() for weight in weights])
 
+    def standing(self) -> Sources:
+        answers = [torch.empty_like(weight, dtype=torch.float32) for weight in self.start]
+        return Sources(self.start, self.start, answers, measured_at=self.start)
+
     def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:  # noqa: ARG002
         if sources.measured_at is None:
             for start, weight in zip(self.start, sources.targets, strict=True):
@@ -147,6 +156,9 @@ class Gradient:
         present = [p.grad is not None for p in parameters]
         return Sources([_dense_gradient(p) for p in parameters], None, [_place_for(p) for p in parameters], present)
 
+    def standing(self) -> Sources:
+        raise MethodError("gradients are exchanged at every step: nobody can send nothing")
+
     def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:
         for p, answer, somebody_had_one in zip(self.parameters.exchanged, sources.targets, present, strict=True):
             if scale != 1.0:
@@ -180,6 +192,9 @@ class Silence:
         pass
 
     def measure(self, *, overlapped: bool = False) -> Sources:  # noqa: ARG002
+        return Sources(())
+
+    def standing(self) -> Sources:
         return Sources(())
 
     def answer(self, sources: Sources, *, present: Sequence[bool] = (), scale: float = 1.0) -> None:

@@ -32,6 +32,7 @@ class Summed:
 
     name = "summed"
     passes_all_on = True
+    adds_numbers = True
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -1,0 +1,130 @@
+"""The bucket: objects by path, each written once. The only module that touches `obstore`.
+
+Everything else relies on one promise of the storage: of all who create an object of the same path, exactly one wins.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from overtone.errors import StoreError, shortened
+from overtone.ledger import Count
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+T = TypeVar("T")
+
+INSTALL = "pip install 'overtone[swarm]'"
+KINDS = "a folder, s3://bucket/path, gs://bucket/path, az://account/container/path or memory://name"
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
+_memories: dict[str, ObjectStore] = {}  # by name: several buckets of one process may share one, as tests do
+
+
+class Bucket:
+    """One run's objects. Safe to use from several threads.
+
+    ``count`` has the bytes up and down, and ``requests`` how often the storage was asked, which it bills. A request
+    that fails is not repeated here beyond what obstore does for HTTP: whoever asks knows how long the answer is worth
+    waiting for.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.count = Count()
+        self.requests = 0
+        self._lock = threading.Lock()
+        self._store = _open(url)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write an object that is not there yet. Returns False if another one is there.
+
+        An answer can get lost on its way. So if an object is there, it is compared: it may be this one.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        def put() -> bool:
+            try:
+                obstore.put(self._store, path, data, mode="create")
+            except (AlreadyExistsError, PreconditionError):
+                return False
+            return True
+
+        won = self._ask(f"create {path}", put, up=len(data))
+        return won or self.read(path) == data
+
+    def read(self, path: str) -> bytes | None:
+        """The bytes of an object; None if it is not there."""
+        import obstore
+
+        def get() -> bytes | None:
+            try:
+                return bytes(obstore.get(self._store, path).bytes())
+            except FileNotFoundError:
+                return None
+
+        found = self._ask(f"read {path}", get)
+        self._add(Count(received=len(found or b"")))
+        return found
+
+    def names(self, folder: str) -> dict[str, int]:
+        """The names of all objects directly in a folder, with their sizes."""
+        import obstore
+
+        listed = self._ask(f"list {folder}", lambda: obstore.list_with_delimiter(self._store, f"{folder}/"))
+        return {str(entry["path"]).rpartition("/")[2]: int(entry["size"]) for entry in listed["objects"]}
+
+    def folders(self, folder: str) -> list[str]:
+        """The names of all folders directly in a folder, in order."""
+        import obstore
+
+        listed = self._ask(f"list {folder}", lambda: obstore.list_with_delimiter(self._store, f"{folder}/"))
+        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in listed["common_prefixes"])
+
+    def remove(self, path: str) -> None:
+        """Delete an object. If it is not there, nothing happens."""
+        import obstore
+
+        def delete() -> None:
+            try:
+                obstore.delete(self._store, path)
+            except FileNotFoundError:
+                return
+
+        self._ask(f"delete {path}", delete)
+
+    def _ask(self, what: str, request: Callable[[], T], *, up: int = 0) -> T:
+        self._add(Count(sent=up), requests=1)
+        try:
+            return request()
+        except Exception as error:  # obstore has errors of many kinds, and none of them may end a thread
+            why = shortened(str(error).partition("\n")[0])
+            raise StoreError(f"store {self.url}: cannot {what}: {why}") from error
+
+    def _add(self, count: Count, requests: int = 0) -> None:
+        with self._lock:
+            self.count.add(count)
+            self.requests += requests
+
+
+def _open(url: str) -> ObjectStore:
+    try:
+        from obstore import store
+    except ImportError as error:
+        raise StoreError(f"store {url}: needs obstore; {INSTALL}") from error
+    if not url:
+        raise StoreError(f"store: no place is given; give {KINDS}")
+    if url.startswith("memory://"):
+        return _memories.setdefault(url, store.MemoryStore())
+    try:
+        if url.startswith("file://") or not _SCHEME.match(url):
+            return store.LocalStore(Path(url.removeprefix("file://")).absolute(), mkdir=True)
+        return store.from_url(url)
+    except Exception as error:  # obstore raises errors of many kinds for a place that makes no sense
+        why = shortened(str(error).partition("\n")[0])
+        raise StoreError(f"store {url}: cannot be opened: {why}; give {KINDS}") from error
