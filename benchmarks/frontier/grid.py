@@ -19,6 +19,8 @@ SUM = (4, 0)  # of four replicas: the anchor moves by the sum of what they send,
 SEEDS = (0, 1, 2)
 PRESETS = {name: methods.PRESETS[name].keep for name in ("near", "balanced", "thin", "thinnest")}
 BALANCED = PRESETS["balanced"]
+# Bytes of a round of `balanced`, gathered: the controller gets as many.
+BUDGETS = {"bible": "21486B", "llama": "174452B"}
 # Decay and outer learning rate, at keep 32.
 FORGETTING = ((1, 4), (0.97, 5.5), (0.95, 6), (0.95, 8), (0.9, 10))
 
@@ -63,15 +65,58 @@ def ours(keep: int = BALANCED, *, decay: float = 0.95, momentum: float = 0, bits
 
 def asks() -> Iterator[Ask]:
     """All cells, in the order in which they are made."""
-    presets = tuple(ours(keep) for keep in PRESETS.values())
-    # Depth first: it carries the claims, and takes longest.
-    yield Ask("presets", "llama", (*presets, diloco()), SEEDS)
+    presets = {name: ours(keep) for name, keep in PRESETS.items()}
+    # What carries the claims.
+    yield Ask("presets", "llama", (*presets.values(), diloco()), SEEDS)
     yield Ask("presets", "llama", (diloco(every=40),), SEEDS)
+    # DDP sends a round's bytes in every step: `every` times the saving against DiLoCo is 3000.
+    yield Ask("3000x", "llama", (diloco(every=100), ours(280, every=100)), SEEDS)
+    yield from _replicas(16, SEEDS)
+    yield Ask("presets", "bible", (diloco(), *presets.values(), "alone"), SEEDS)
+    yield Ask("presets", "images", (diloco(), *presets.values(), "alone"), SEEDS)
+    for setting, budget in BUDGETS.items():
+        yield Ask("control", setting, (entry("decoupled", budget=budget, exchange="gathered"),), SEEDS)
+    yield Ask("wide", "wide", (diloco(), ours(), "alone"))
+    yield Ask("presets", "library", (diloco(), *presets.values(), "alone"), SEEDS)
+    yield from _questions()
+    yield from _on_the_llama()
+    yield from _grid_of_the_bible()
+
+
+def _replicas(replicas: int, seeds: tuple[int, ...] = (0,)) -> Iterator[Ask]:
+    """More replicas, with as many samples in all."""
+    many = tuple(ours(PRESETS[name], exchange="auto") for name in ("near", "balanced"))
+    yield Ask("replicas", "bible", (diloco(), *many, "alone"), seeds, replicas)
+
+
+def _questions() -> Iterator[Ask]:
+    """One number of `balanced` after the other is another one, on a small model."""
+    yield Ask("transform", "bible", tuple(ours(transform=one) for one in ("dct", "hadamard", "none")), SEEDS)
+    # As many bytes in all: more bits and fewer values, or fewer rounds and more values.
+    yield Ask("bits", "bible", (ours(49, bits=2), ours(40, bits=4)), SEEDS)
+    for every in (30, 100):
+        yield Ask("every", "bible", (diloco(every=every), ours(BALANCED * every // 10, every=every)), SEEDS)
+    yield Ask("outer", "bible", (ours(momentum=0.5), ours(carry=0), ours(carry=0.5)), SEEDS)
+    yield Ask("dense", "bible", (ours(drain=2), ours(plain_keep=4096), ours(first_rounds=30, first_keep=512)), SEEDS)
+    yield Ask("exchange", "bible", (ours(exchange="sharded"), ours(delay=5), ours(delay=10)), SEEDS)
+    yield Ask("skew", "bible", (diloco(skew=1), ours(skew=1), "alone:skew=1"), SEEDS)
+    for replicas in (8, 2, 32):
+        yield from _replicas(replicas)
+    yield Ask("transform", "bible", (ours(chunk=32), ours(chunk=128)))
+    yield Ask("muon", "bible", (diloco(inner="muon"), ours(inner="muon")))
+    sparse = {"keep": 50, "bits": 2, "decay": 0.95}
+    yield Ask("others", "bible", tuple(entry("sparse_loco", **sparse, lr=lr, momentum=0) for lr in (0.7, 1, 3.5)))
+    yield Ask("others", "bible", tuple(entry("published", keep=56, lr=lr, decay=0.9) for lr in (0.4, 0.7, 1)))
+
+
+def _on_the_llama() -> Iterator[Ask]:
+    """The ends, the grid of DiLoCo, and the trials that led to the presets."""
     yield Ask("ends", "llama", ("alone", "alone:inner_lr=0.001", "alone:inner_lr=0.002"))
     yield Ask("ends", "llama", ("ddp",))
     yield Ask("grid", "llama", tuple(diloco(*outer) for outer in OUTER))
     yield Ask("grid", "llama", tuple(diloco(inner_lr=rate) for rate in (2.5e-4, 1e-3, 2e-3, 4e-3)))
     yield Ask("grid", "llama", (diloco(0.7, 0.9, inner_lr=2e-3), diloco(1, 0.5, inner_lr=1e-3)))
+    yield Ask("3000x", "llama", (diloco(every=30), ours(72, every=30)), SEEDS)
     yield Ask("forgetting", "llama", tuple(turning(32, decay, lr) for decay, lr in FORGETTING))
     yield Ask("forgetting", "llama", (turning(56, 0.84, 10),))
     # Dense messages lose something that bytes do not explain. How far may a round move the anchor?
@@ -79,9 +124,6 @@ def asks() -> Iterator[Ask]:
     yield Ask("near", "llama", (*steps, turning(56, 0.95, 6.609375, drain=0), turning(128, 1, 4.390625, drain=0)))
     yield Ask("near", "llama", (turning(128, 1, 0.9, 0.8, drain=0),))
     yield Ask("near", "llama", tuple(turning(128, 0.95, lr, drain=0, carry=0.5) for lr in (3.046875, 4.390625)))
-    # DDP sends a round's bytes in every step: `every` times the saving against DiLoCo is 3000.
-    for every, keep in ((30, 72), (100, 280)):
-        yield Ask("3000x", "llama", (diloco(every=every), ours(keep, every=every)), SEEDS)
     # The first trials: with momentum, with the sum of all messages, at other learning rates.
     yield Ask("outer", "llama", (decoupled(32, *SUM), decoupled(32, *SUM, transform="turning")))
     yield Ask("outer", "llama", (decoupled(64, *SUM, transform="turning", plain_keep=512),))
@@ -91,32 +133,10 @@ def asks() -> Iterator[Ask]:
     yield Ask("every", "llama", (ours(80, every=40),))
     every_5 = decoupled(48, *SUM, transform="turning", plain_keep=512, every=5, drain=1)
     yield Ask("every", "llama", (every_5, diloco(every=5)))
-    yield from _breadth(presets)
-    yield Ask("wide", "wide", (diloco(), ours(), "alone"))
 
 
-def _breadth(presets: tuple[str, ...]) -> Iterator[Ask]:
-    """Two texts, one image set, and the questions, on a small model."""
-    # More replicas, with as many samples in all.
-    for replicas, seeds in ((16, SEEDS), (8, (0,)), (2, (0,)), (32, (0,))):
-        many = tuple(ours(PRESETS[name], exchange="auto") for name in ("near", "balanced"))
-        yield Ask("replicas", "bible", (diloco(), *many, "alone"), seeds, replicas)
-    for setting in ("bible", "library", "images"):
-        yield Ask("presets", setting, (diloco(), *presets, "alone"), SEEDS)
-    yield Ask("transform", "bible", tuple(ours(transform=one) for one in ("dct", "hadamard", "none")), SEEDS)
-    yield Ask("transform", "bible", (ours(chunk=32), ours(chunk=128)))
-    # As many bytes in all: more bits and fewer values, or fewer rounds and more values.
-    yield Ask("bits", "bible", (ours(49, bits=2), ours(40, bits=4)), SEEDS)
-    for every in (30, 100):
-        yield Ask("every", "bible", (diloco(every=every), ours(BALANCED * every // 10, every=every)), SEEDS)
-    yield Ask("outer", "bible", (ours(momentum=0.5), ours(carry=0), ours(carry=0.5)), SEEDS)
-    yield Ask("dense", "bible", (ours(drain=2), ours(plain_keep=4096), ours(first_rounds=30, first_keep=512)), SEEDS)
-    yield Ask("exchange", "bible", (ours(exchange="sharded"), ours(delay=5), ours(delay=10)), SEEDS)
-    yield Ask("skew", "bible", (diloco(skew=1), ours(skew=1), "alone:skew=1"), SEEDS)
-    yield Ask("muon", "bible", (diloco(inner="muon"), ours(inner="muon")))
-    sparse = {"keep": 50, "bits": 2, "decay": 0.95}
-    yield Ask("others", "bible", tuple(entry("sparse_loco", **sparse, lr=lr, momentum=0) for lr in (0.7, 1, 3.5)))
-    yield Ask("others", "bible", tuple(entry("published", keep=56, lr=lr, decay=0.9) for lr in (0.4, 0.7, 1)))
+def _grid_of_the_bible() -> Iterator[Ask]:
+    """Learning rates and forgetting on the small model, and how much of a difference is chance."""
     for rate in (None, 5e-4):
         others = {} if rate is None else {"inner_lr": rate}
         for decay, lr in ((1, 4), (0.95, 6), (0.9, 10)):
