@@ -154,6 +154,21 @@ def test_the_default_follows_from_how_long_rounds_take(monkeypatch: pytest.Monke
     assert Watchdog(Board(None, "x", 0, 2), timeout=5.0).limit(10**12) == 5.0
 
 
+def test_a_replica_that_waits_one_exchange_behind_is_not_the_missing_one() -> None:
+    """A cut can let one replica finish an exchange that another one cannot. Both then wait, in two exchanges."""
+    store = dist.HashStore()
+    first, missing, behind = (Board(store, "x", rank, 3) for rank in range(3))
+    try:
+        behind.open(4, period=0.05)
+        first.open(5, period=0.05)
+        wait_until(lambda: set(first.absent()) == {1}, "the missing one alone")
+        missing.open(4, period=0.05)  # it was only slow: now both are behind, and nobody else can be meant
+        wait_until(lambda: set(first.absent()) == {1, 2}, "both that are behind")
+    finally:
+        for board in (first, missing, behind):
+            board.close()
+
+
 class Work:
     """A collective that ends between the end of a wait and the next look."""
 

@@ -111,14 +111,17 @@ class Board:
         if now - self._answered > SILENT * self.period:
             away = [0] if self.rank else self.others  # the store is usually on the host of rank 0
             return dict.fromkeys(away, "the store of this world does not answer, or this host is cut off")
-        found = {}
+        lost: dict[int, str] = {}
+        behind: dict[int, str] = {}
         for other in self.others:
             note = self._notes.get(other)
+            silent = math.inf if note is None else now - note.seen
             if note is None or note.exchange < self.exchange:
-                found[other] = "it has not come to this exchange"
-            elif note.exchange == self.exchange and now - note.seen > SILENT * self.period:
-                found[other] = f"it came and has been silent for {now - note.seen:.0f} s"
-        return found
+                # One that waits in an earlier exchange is not the missing one: it waits for somebody itself.
+                (behind if silent <= SILENT * self.period else lost)[other] = "it has not come to this exchange"
+            elif note.exchange == self.exchange and silent > SILENT * self.period:
+                lost[other] = f"it came and has been silent for {silent:.0f} s"
+        return lost or behind
 
     def speaks(self) -> bool:
         """True if this replica shall log for its host: only the lowest rank on a host that is known to wait does."""
