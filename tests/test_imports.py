@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sim": {"core", "exchange"},
     "common": {"core", "exchange"},
     "tasks": {"core", "coding", "common"},
-    "runs": {"core", "exchange", "coding", "world", "sim", "common", "tasks"},
+    "runs": {"core", "exchange", "coding", "world", "sim", "swarm", "common", "tasks"},
     "report": {"core", "sim", "common", "tasks", "runs"},
     "cli": {"core", "exchange", "coding", "world", "sim", "common", "tasks", "runs", "report", "bench"},
     "bench": {"core", "exchange", "coding", "world", "sim", "common", "tasks", "runs"},

@@ -97,8 +97,8 @@ def test_of_all_who_create_an_object_one_wins(url: str) -> None:
     bucket.remove("a/b")
     assert bucket.names("a") == {}
     assert bucket.requests == 9
-    assert bucket.count.sent == 1
-    assert bucket.count.received == 2
+    assert bucket.count("a").sent == 1
+    assert bucket.count("a").received == 2
 
 
 @pytest.mark.parametrize("wrong", ["", "ftp://x/y", "s3://", "/proc/version/x"])
@@ -394,7 +394,7 @@ def test_members_share_the_samples_of_an_epoch(place: str, monkeypatch: pytest.M
             one.result(PATIENCE)
     assert len(used) > 100
     assert len(set(used)) == len(used)
-    with pytest.raises(MismatchError, match="units: 200 there, 100 here"):
+    with pytest.raises(MismatchError, match="units is 200 there and 100 here"):
         replica_at(place, 9, units=100)
     with pytest.raises(MethodError, match="without units"):
         Store(place).next_unit()

@@ -59,7 +59,7 @@ def _settings(place: Path, runs: Path) -> Iterator[Setting]:
         task = TaskOptions(
             task="image", model="resnet-mini", data=images, valid_samples=2000, image=Image(flip=True, crop=2)
         )
-        shorter = Training(steps=3000, batch=8, precision="bf16")
+        shorter = Training(steps=3000, batch=8)
         yield Setting("images", "ResNet, 0.65 M parameters, CIFAR-10, small", task, shorter)
     faster = replace(training, precision="bf16", inner_lr=5e-4)  # the best of the grid for DiLoCo
     for name, width, heads, size in (("llama", 256, 4, "3.7"), ("wide", 448, 7, "10.5")):

@@ -134,6 +134,17 @@ class Replica:
         return self.state.steps
 
     @property
+    def progress(self) -> int:
+        """How many local steps of the run are done: those of this replica, or over a store, those that its rounds
+        stand for. A replica that comes late to a store has made fewer."""
+        return self.steps if self._course is None else self._course.progress
+
+    @property
+    def is_over(self) -> bool:
+        """True if a run in a store has had all of its rounds (`Store(rounds=...)`)."""
+        return self._course is not None and self._course.is_over
+
+    @property
     def rounds(self) -> int:
         """The number of rounds since the beginning of the run."""
         return self.state.rounds

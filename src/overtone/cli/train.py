@@ -11,7 +11,7 @@ import tyro
 from overtone.cli import plan
 from overtone.cli.console import out
 from overtone.errors import ConfigError
-from overtone.runs import directory, launch, toml
+from overtone.runs import directory, launch, stored, toml
 from overtone.runs.config import Run
 from overtone.runs.recipes import RECIPES
 from overtone.tasks import refuse_missing, refuse_untrusted
@@ -44,10 +44,26 @@ def run_train(flags: Train) -> None:
         out.print(plan.dry_run(flags.settings))
         return
     check_environment()
+    if flags.settings.stored.store is not None:
+        _refuse_world(flags)
     if not launch.is_replica():  # a replica tells the others if its host lacks something
         refuse_missing(flags.settings.task)
         launch.refuse_too_many(flags.settings.replicas)
     launch.train(flags.settings, resume=flags.resume is not None)
+
+
+def _refuse_world(flags: Train) -> None:
+    """Refuse what makes no sense for a member of a run in a store, which is one process, and comes and goes."""
+    settings = flags.settings
+    store = settings.stored.store
+    assert store is not None
+    if launch.is_replica():
+        raise ConfigError(f"store={store}: each process joins by itself; start it without torchrun, once per replica")
+    if settings.replicas != 1:
+        raise ConfigError(
+            f"replicas={settings.replicas}: with --store, this process is one replica; start the command once for each"
+        )
+    stored.refuse_other(store, settings)
 
 
 def defaults(arguments: Sequence[str]) -> Train:
@@ -69,6 +85,12 @@ def defaults(arguments: Sequence[str]) -> Train:
             refuse_untrusted(run.task, Path(resume), "resume")
     if config is not None:
         run = toml.load(Path(config), run)
+    store = _value_of(arguments, "--store") or run.stored.store
+    if store is not None:
+        task = run.task.task
+        run = replace(stored.inherited(store, run), replicas=1)
+        if run.task.task != task and _value_of(arguments, "--task") is None and "--trust-task" not in arguments:
+            refuse_untrusted(run.task, Path(store), "store")
     return Train(settings=run)
 
 

@@ -175,6 +175,31 @@ class Saving(Logging):
         return replace(self, eval_every=self.eval_every or tenth, checkpoint_every=self.checkpoint_every or tenth)
 
 
+STORED = {
+    "min_replicas": Limit("replicas that must have posted", 1, 1 << 16),
+    "snapshot_every": Limit("rounds between two snapshots", 1, 10**9),
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A run that lives in a store: object storage, where replicas come and go."""
+
+    store: str | None = None
+    """The place of the run: a folder, s3://…, gs://… or az://…. This process joins it as one replica."""
+    name: str | None = None
+    """Who this replica is in the store. By default the host's name and a number. A restart goes on under its name."""
+    min_replicas: int | None = None
+    """Replicas that must have posted before a round is committed without the others. By default half of the members."""
+    snapshot_every: int = 10
+    """Rounds between two snapshots in the store, from which newcomers start."""
+    wait: bool = False
+    """Stand still until a round is committed, instead of training on."""
+
+    def __post_init__(self) -> None:
+        check(self, STORED, ConfigError)
+
+
 # -- whole configurations ----------------------------------------------------------------------------------------------
 
 
@@ -244,6 +269,7 @@ class Run(Shared, OneRun):
     timeout: float | None = None
     """Seconds to wait for a replica that does not answer. By default several rounds, and at least ten minutes."""
     saving: Saving = field(default_factory=Saving)
+    stored: Stored = field(default_factory=Stored, metadata={"table": "store"})
 
     def __post_init__(self) -> None:
         check(self, RUN, ConfigError)

@@ -57,7 +57,7 @@ class RankEvaluator:
         metrics are those of replica 0. ``average`` then also evaluates the mean of all replicas.
         """
         consensus = self.replica.method.consensus
-        rank, size = self.replica.transport.rank, self.replica.transport.size
+        rank, size = self.coordinator.transport.rank, self.coordinator.transport.size
         rows = torch.arange(len(self.task.valid))
         with self.replica.anchor() as model:
             sums, count = measure(

@@ -25,7 +25,8 @@ class Stamp(TypedDict):
     """In every event."""
 
     step: int
-    """Local steps that replica 0 had taken. In "saved": the step that was saved."""
+    """Local steps that replica 0 had taken; in a run in a store, those that its rounds stand for. In "saved": the step
+    that was saved."""
     time: float
     """Seconds since 1970, when the line was written."""
 
@@ -40,7 +41,7 @@ class Cost(TypedDict):
     hops: int
     """Messages that had to wait for one another; each costs the latency of a link."""
     units: int
-    """Tokens or samples (see `unit`) that all replicas together have trained on."""
+    """Tokens or samples (see `unit`) that all replicas together have trained on; in a store, this replica alone."""
     seconds: float
     """Wall-clock seconds of training, over all sessions; of a simulation, the seconds that the simulation took."""
     simulated_seconds: NotRequired[float]

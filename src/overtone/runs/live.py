@@ -61,9 +61,11 @@ class View:
     def _start(self, event: Opening) -> None:
         self.steps, self.unit = event["steps"], event["unit"]
         data, world = escape(event["data"]["name"]), event["environment"]["world"]
+        place = event["config"].get("store")
+        who = f"{world} replica{'s' if world > 1 else ''}" if place is None else f"a replica of {escape(place)}"
         self._say(
-            f"[bold]{event['method']}[/bold] on {data}: {event['parameters']:,} parameters, {world} "
-            f"replica{'s' if world > 1 else ''}, {self.steps} steps of {event['units_per_step']:,} {self.unit} each"
+            f"[bold]{event['method']}[/bold] on {data}: {event['parameters']:,} parameters, {who}, "
+            f"{self.steps} steps of {event['units_per_step']:,} {self.unit} each"
         )
         self._say(f"run directory: {escape(event['folder'])}")
         self._show(event["step"])

@@ -39,6 +39,11 @@ class Replicas(Protocol):
         """One step of each replica; the records of their rounds, if the step ended in one."""
         ...
 
+    @property
+    def progress(self) -> int:
+        """How many local steps of the run are done."""
+        ...
+
 
 class SingleReplica:
     """The one replica of this process. Its peers are in other processes."""
@@ -55,25 +60,32 @@ class SingleReplica:
         record = self.replicas[0].step(clip=clip)
         return [] if record is None else [record]
 
+    @property
+    def progress(self) -> int:
+        """That of the replica."""
+        return self.replicas[0].progress
+
 
 @dataclass(frozen=True)
 class Step:
     """What one local step of all replicas did."""
 
-    count: int  # local steps since the beginning, this one included
+    before: int  # local steps of the run before this one
+    count: int  # and after it: one more, except in a run in a store, where the rounds count
     losses: list[Tensor]  # the loss of each replica, on its device
     rounds: list[Round]  # the record of each replica, if the step ended in a round
     seconds_data: float  # to get the batches
     seconds: float  # of the whole step
 
+    def passed(self, every: int) -> bool:
+        """True if a multiple of so many steps was reached."""
+        return self.count // every > self.before // every
 
-def local_steps(
-    replicas: Replicas, task: Task, feeds: Mapping[int, Feed], training: Training, *, begin: int = 0
-) -> Iterator[Step]:
-    """Train to the end, one local step of every replica at a time. ``feeds`` are by rank; ``begin`` is the number of
-    steps that were taken before."""
+
+def local_steps(replicas: Replicas, task: Task, feeds: Mapping[int, Feed], training: Training) -> Iterator[Step]:
+    """Train to the end, one local step of every replica at a time. ``feeds`` are by rank."""
     schedule = Schedule(training)
-    while begin < training.steps:
+    while (begin := replicas.progress) < training.steps:
         started = time.perf_counter()
         data = 0.0
         losses = []
@@ -92,8 +104,7 @@ def local_steps(
         rounds = replicas.step(clip=training.clip)
         for replica in replicas.replicas:
             replica.inner.zero_grad()
-        begin += 1
-        yield Step(begin, losses, rounds, data, time.perf_counter() - started)
+        yield Step(begin, replicas.progress, losses, rounds, data, time.perf_counter() - started)
 
 
 def casting(training: Training, device: torch.device) -> torch.autocast | nullcontext[None]:

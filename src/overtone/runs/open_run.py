@@ -45,11 +45,11 @@ def open_run(config: Run, transport: Solo | Torch, *, resume: bool, stop: StopRe
     spectrum.refuse_unfit(config.saving.spectrum, config.choice.build())
     coordinator = Coordinator(transport)
     task, feed = coordinator.all_succeed(lambda: _load(config, transport))
-    fixed = _fixed(config, task)
+    fixed = fixed_facts(config, task)
     _refuse_differences(config, fixed, coordinator)
     folder = _folder(config, coordinator)
     lock = coordinator.all_succeed(lambda: _claim(folder, coordinator, resume=resume))
-    model, inner = coordinator.all_succeed(lambda: _build(config, task, transport.rank))
+    model, inner = coordinator.all_succeed(lambda: build(config, task, transport.rank))
     replica = Replica(model, inner, config.choice.build(), transport)
     if transport.rank == 0:
         warn_of_few_rounds(replica, config.training.steps)
@@ -71,7 +71,7 @@ def _load(config: Run, transport: Solo | Torch) -> tuple[Task, Feed]:
     return task, task.feed(transport.rank, transport.size, batch=training.batch, seed=config.seed, skew=skew)
 
 
-def _fixed(config: Run, task: Task) -> dict[str, Any]:
+def fixed_facts(config: Run, task: Task) -> dict[str, Any]:
     """Facts that must be the same on all ranks and in all sessions. The replica itself compares model and method."""
     data = task.about()
     return {
@@ -106,7 +106,8 @@ def _claim(folder: Path, coordinator: Coordinator, *, resume: bool) -> IO[str]:
     return directory.claim(folder, coordinator.world.hex())
 
 
-def _build(config: Run, task: Task, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(config: Run, task: Task, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model of a replica, with random weights, and its inner optimizer."""
     device = device_for(config.device, rank)
     rng.seed_all(rng.seed_of(config.seed, rank))
     model = prepare(task.model(), config.training, device)

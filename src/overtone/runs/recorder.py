@@ -163,7 +163,7 @@ class RunRecorder:
             self._log.write(event)
 
     def _stamp(self) -> Stamp:
-        return {"step": self.replica.steps, "time": round(time.time(), 3)}
+        return {"step": self.replica.progress, "time": round(time.time(), 3)}
 
     def _cost(self) -> Cost:
         ledger = self.replica.transport.ledger

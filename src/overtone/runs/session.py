@@ -66,8 +66,8 @@ class Session:
         self.evaluator = RankEvaluator(self.task, self.replica, self.coordinator, batch=training.batch)
         self.writer = CheckpointWriter(
             self.folder / directory.CHECKPOINTS,
-            self.replica.transport.rank,
-            self.replica.transport.size,
+            self.rank,
+            self.size,
             keep=saving.keep_checkpoints,
             all_gather=self.coordinator.all_gather,
             on_complete=lambda checkpoint: self.recorder.saved(checkpoint.step),
@@ -79,6 +79,16 @@ class Session:
         return self.state.replica
 
     @property
+    def rank(self) -> int:
+        """The rank of this process among those that share the run's directory. Over a store, it is alone."""
+        return self.coordinator.transport.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes share the run's directory."""
+        return self.coordinator.transport.size
+
+    @property
     def timer(self) -> RunTimer:
         """Where the time goes."""
         return self.state.timer
@@ -86,7 +96,7 @@ class Session:
     @property
     def is_done(self) -> bool:
         """The run had finished before this session, and nobody asks for more steps."""
-        return self.state.finished is not None and self.replica.steps >= self.config.training.steps
+        return self.state.finished is not None and self.replica.progress >= self.config.training.steps
 
     # -- opening: called by `open_run` ---------------------------------------------------------------------------------
 
@@ -94,17 +104,16 @@ class Session:
         """Load the newest checkpoint that all ranks have, if there ever was one. A collective."""
         saved = self.coordinator.all_succeed(lambda: self._last("saved"))
         ever = self.coordinator.all_gather(saved is not None)[0]
-        rank, size = self.replica.transport.rank, self.replica.transport.size
         gather = self.coordinator.all_gather
-        self.checkpoint = found = newest_common(self.writer.folder, rank, size, ever=ever, all_gather=gather)
+        self.checkpoint = found = newest_common(self.writer.folder, self.rank, self.size, ever=ever, all_gather=gather)
         if found is not None:
-            self.coordinator.all_succeed(lambda: self.state.restore(self.writer.folder, found))
+            self.coordinator.all_succeed(lambda: self.state.restore(self.writer.folder, found, self.rank, self.size))
 
     def begin(self, *, resume: bool) -> None:
         """Write the configuration and the first line of the log. A collective."""
         self.coordinator.all_succeed(self._open_log)
         if self._is_folded:  # otherwise two new ranks could share the random state of one old rank
-            rng.seed_all(rng.seed_of(self.config.seed + self.replica.steps, self.replica.transport.rank))
+            rng.seed_all(rng.seed_of(self.config.seed + self.replica.steps, self.rank))
         self.state.finished = None  # if the run had finished, there are more steps to take now
         if resume:
             self.writer.delete_after(self.checkpoint)
@@ -112,15 +121,15 @@ class Session:
 
     @property
     def _is_folded(self) -> bool:
-        return self.checkpoint is not None and self.checkpoint.replicas != self.replica.transport.size
+        return self.checkpoint is not None and self.checkpoint.replicas != self.size
 
     def _open_log(self) -> None:
         """The configuration comes first: a run with a log and without a configuration could not be resumed."""
         if whole_number("LOCAL_RANK", 0) == 0:  # on each host: it may have a disk of its own
-            config = replace(self.config, replicas=self.replica.transport.size)
+            config = replace(self.config, replicas=self.size)
             directory.write_config(self.folder, toml.toml(toml.absolute(config)))
-        if self.replica.transport.rank == 0:
-            sinks = trackers.sinks(self.folder, self.config.saving.track, self.replica.steps)
+        if self.rank == 0:
+            sinks = trackers.sinks(self.folder, self.config.saving.track, self.replica.progress)
             self.recorder.open(log.RunLog(self.folder, [*sinks, View(Console(stderr=True))]))
             steps, looks = self.config.training.steps, self.config.saving.spectrum
             spectrum.attach(self.replica, self.folder, steps=steps, looks=looks)
@@ -130,7 +139,7 @@ class Session:
         hosts = self.coordinator.all_gather(log.this_host(self.replica.device))
         if not self.recorder.is_open:  # the environment takes a moment to find out
             return
-        size = self.replica.transport.size
+        size = self.size
         about = beginning(replace(self.config, replicas=size), self.task, self.replica, hosts, self.folder)
         if resume:
             before = size if self.checkpoint is None else self.checkpoint.replicas
@@ -140,7 +149,7 @@ class Session:
 
     def _last(self, event: str) -> Record | None:
         """From the log, which is on the disk of rank 0."""
-        return log.last(self.folder, event) if self.replica.transport.rank == 0 else None
+        return log.last(self.folder, event) if self.rank == 0 else None
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -167,18 +176,18 @@ class Session:
         feeds = {self.replica.transport.rank: self.state.feed}
         assert saving.eval_every is not None
         assert saving.checkpoint_every is not None
-        for step in local_steps(SingleReplica(self.replica), self.task, feeds, training, begin=self.replica.steps):
+        for step in local_steps(SingleReplica(self.replica), self.task, feeds, training):
             self.timer.count(step)
-            self.recorder.step(step, due=step.count % saving.log_every == 0)
+            self.recorder.step(step, due=step.passed(saving.log_every))
             self.writer.check()
-            if step.count == training.steps:  # `_finish` validates and saves
+            if step.count >= training.steps:  # `_finish` validates and saves
                 return
-            if step.count % saving.eval_every == 0:
+            if step.passed(saving.eval_every):
                 with self.timer.during("evaluation"):
                     found = self.evaluator.evaluate()
                 self.recorder.evaluation(found)
             why = vote.stop_after(step.count)
-            if why or step.count % saving.checkpoint_every == 0:
+            if why or step.passed(saving.checkpoint_every):
                 self._save()
             if why:
                 self.writer.wait()
@@ -210,7 +219,7 @@ class Session:
         return self.recorder.finish(found, self.state.finished, sample=self._sample)
 
     def _sample(self) -> str:
-        return self.task.sample(self.replica.model) if self.replica.transport.rank == 0 else ""
+        return self.task.sample(self.replica.model) if self.rank == 0 else ""
 
     def _finish_again(self) -> Finish:
         """The run had finished before: show how it ended. If it was killed before it could write its last event, or if

@@ -99,8 +99,8 @@ def _train(
     assert config.eval_every is not None
     for step in steps:
         timer.count(step)
-        recorder.step(step, due=step.count % config.log_every == 0)
-        if recorder.is_open and step.count % config.eval_every == 0 and step.count < config.training.steps:
+        recorder.step(step, due=step.passed(config.log_every))
+        if recorder.is_open and step.passed(config.eval_every) and step.count < config.training.steps:
             with timer.during("evaluation"):
                 found = evaluator.evaluate(average=not evaluator.cluster.method.consensus)
             recorder.evaluation(found)

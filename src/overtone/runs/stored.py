@@ -6,13 +6,24 @@ The founder puts it into the object `run`. Whoever comes later, as a trainer or 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from overtone.errors import ConfigError, shortened
+from overtone.exchange.message import Seal
 from overtone.runs import toml
-from overtone.runs.config import Run
+from overtone.runs.config import Run, Saving, Stored
+from overtone.swarm import founding
+from overtone.swarm.bucket import Bucket
 
-# Options of one host alone. All others are the same for all members.
-OF_A_HOST = ("out", "device", "threads", "timeout", "replicas")
+# Options of one host alone. Nobody else takes them over.
+OF_A_HOST = (
+    "out", "device", "threads", "timeout", "replicas",
+    *(field.name for group in (Saving, Stored) for field in fields(group)),
+)  # fmt: skip
+# Paths, which may differ from host to host. What lies there is compared: the model by its schema, the data by its
+# fingerprint.
+PATHS = ("task", "model", "data", "tokenizer")
 
 
 def settings_of(config: Run, fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,7 +32,33 @@ def settings_of(config: Run, fixed: Mapping[str, Any]) -> dict[str, Any]:
     return {"config": {key: value for key, value in told.items() if value is not None}, "fixed": dict(fixed)}
 
 
+def agreed_of(config: Run, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """What the configuration of a later member must have in common with that of the founder."""
+    return {**toml.flat(config, leave_out=(*OF_A_HOST, *PATHS)), **fixed}
+
+
 def config_of(settings: Mapping[str, Any], where: str, base: Run | None = None) -> Run:
     """``base`` with the configuration that a store keeps. ``where`` names the store in errors."""
     config = settings.get("config")
     return toml.updated(base or Run(), config if isinstance(config, Mapping) else {}, where)
+
+
+def inherited(url: str, base: Run) -> Run:
+    """``base`` with the configuration of the run in this store, if there is one already."""
+    found = founding.settings_in(Bucket(url), Seal.with_key(None))
+    return base if found is None else config_of(found[1], f"store {url}", base)
+
+
+def refuse_other(url: str, config: Run) -> None:
+    """Refuse options that were given and are not those of the run in the store. Early, before data are read."""
+    found = founding.settings_in(Bucket(url), Seal.with_key(None))
+    if found is None:
+        return
+    there, here = agreed_of(config_of(found[1], f"store {url}"), {}), agreed_of(config, {})
+    for key, value in here.items():
+        if value != there[key]:
+            flag, theirs = key.replace("_", "-"), "none" if there[key] is None else there[key]
+            raise ConfigError(
+                f"{flag}={value}: the run in {url} has {shortened(theirs)}; leave --{flag} out, or begin another run "
+                "in another place"
+            )

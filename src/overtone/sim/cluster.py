@@ -178,6 +178,11 @@ class Cluster:
             with self._random[replica.transport.rank]:
                 yield replica
 
+    @property
+    def progress(self) -> int:
+        """How many local steps of the run are done: those of the replica that was never absent."""
+        return max(replica.steps for replica in self.replicas)
+
     def step(
         self,
         *,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,14 +29,14 @@ _memories: dict[str, ObjectStore] = {}  # by name: several buckets of one proces
 class Bucket:
     """One run's objects. Safe to use from several threads.
 
-    ``count`` has the bytes up and down, and ``requests`` how often the storage was asked, which it bills. A request
-    that fails is not repeated here beyond what obstore does for HTTP: whoever asks knows how long the answer is worth
-    waiting for.
+    `count` has the bytes up and down, and ``requests`` how often the storage was asked, which it bills. A request that
+    fails is not repeated here beyond what obstore does for HTTP: whoever asks knows how long an answer is worth waiting
+    for.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.count = Count()
+        self._counts: dict[str, Count] = {}
         self.requests = 0
         self._lock = threading.Lock()
         self._store = _open(url)
@@ -55,7 +56,8 @@ class Bucket:
                 return False
             return True
 
-        won = self._ask(f"create {path}", put, up=len(data))
+        won = self._ask(f"create {path}", put)
+        self._add(path, Count(sent=len(data)))
         return won or self.read(path) == data
 
     def read(self, path: str) -> bytes | None:
@@ -69,7 +71,7 @@ class Bucket:
                 return None
 
         found = self._ask(f"read {path}", get)
-        self._add(Count(received=len(found or b"")))
+        self._add(path, Count(received=len(found or b"")))
         return found
 
     def names(self, folder: str) -> dict[str, int]:
@@ -98,18 +100,23 @@ class Bucket:
 
         self._ask(f"delete {path}", delete)
 
-    def _ask(self, what: str, request: Callable[[], T], *, up: int = 0) -> T:
-        self._add(Count(sent=up), requests=1)
+    def count(self, folder: str) -> Count:
+        """The bytes of the objects below a folder, or of one object that lies in none."""
+        with self._lock:
+            return replace(self._counts.get(folder, Count()))
+
+    def _ask(self, what: str, request: Callable[[], T]) -> T:
+        with self._lock:
+            self.requests += 1
         try:
             return request()
         except Exception as error:  # obstore has errors of many kinds, and none of them may end a thread
             why = shortened(str(error).partition("\n")[0])
             raise StoreError(f"store {self.url}: cannot {what}: {why}") from error
 
-    def _add(self, count: Count, requests: int = 0) -> None:
+    def _add(self, path: str, count: Count) -> None:
         with self._lock:
-            self.count.add(count)
-            self.requests += requests
+            self._counts.setdefault(path.partition("/")[0], Count()).add(count)
 
 
 def _open(url: str) -> ObjectStore:

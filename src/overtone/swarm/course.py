@@ -11,7 +11,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +72,8 @@ class Course:
         self._eligible: float | None = None  # since when the open round may be committed
         self._since = time.monotonic()  # when the last commit was absorbed
         self._posted = time.monotonic()  # when the last message was made
-        self._counted = Count()  # of the bucket, as far as it is in the ledger
+        self._counted: dict[str, Count] = {}  # of the bucket, by folder, as far as it is in the ledger
+        self._phase = "setup"  # of the ledger, to which standing still belongs
         self._enter(description)
 
     # -- joining ---------------------------------------------------------------------------------------------------
@@ -90,13 +90,14 @@ class Course:
             units, every = store.units, exchanger.method.every or 1
             leases = None if units is None else Leases(units, every).after({0}, {})
             mine = founding.found(
-                bucket, self.seal, description, exchanger.schema, self._tensors(), anchor, name, leases, store.settings
-            )
+                bucket, self.seal, description, exchanger.schema, self._tensors(), anchor, name, leases,
+                store.settings, self._agreed,
+            )  # fmt: skip
             founded = founding.read_run(bucket, self.seal, exchanger.schema, description)
             assert founded is not None, "somebody has founded it"
         self.about = founded.about
         exchanger.state.run = self.about.run
-        self._refuse_other_units(founded.leases)
+        founded.refuse_other(bucket.url, self._agreed)
         self.members, store.leases = (founded.founder,), founded.leases
         self._catch_up(founded)
         self.lineage = Lineage(exchanger)
@@ -108,9 +109,32 @@ class Course:
         longest = self.lineage.pattern.context.longest_message()
         self.mail = Mailbox(bucket, self.lineage.index, longest + HEADER_BYTES + NOTE_BYTES + self.seal.size)
         self._set_members(self.members)
-        self._join()
-        self._count("setup")
-        self._posted = time.monotonic()
+        if not self.is_over:
+            self._join()
+        self.store.ledger.add("setup", self._cost("run", "members", "snapshots", "rounds"))
+        self._phase, self._posted = "rounds", time.monotonic()
+        log.info(
+            "%s is a member of the run in %s: round %d, %d members",
+            store.name,
+            bucket.url,
+            self.lineage.index,
+            len(self.members),
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """True if all rounds of the run are committed and absorbed."""
+        return self.store.rounds is not None and self.lineage.index >= self.store.rounds
+
+    @property
+    def progress(self) -> int:
+        """Local steps of the run so far, by its rounds: the same for a replica that came late, or is slow.
+
+        The last step of a round counts when the round is committed, so a run does not end before.
+        """
+        every, counts = self.exchanger.method.every or 1, self.exchanger.state
+        since = 0 if self.is_over else min(every - 1, counts.steps - counts.steps_at_round)
+        return self.lineage.index * every + since
 
     def _tensors(self) -> dict[str, Tensor]:
         """The shared state, by name."""
@@ -162,14 +186,10 @@ class Course:
             self.store.leases = self._leases_after(commit, heard)
             self.members = commit.members
 
-    def _refuse_other_units(self, theirs: Leases | None) -> None:
-        units, every = self.store.units, self.exchanger.method.every
-        if units != (None if theirs is None else theirs.units):
-            there = "none" if theirs is None else theirs.units
-            raise MismatchError(
-                f"the run in {self.store.url} does not match: units: {there} there, {units} here, at {every} steps a "
-                "round. Use the same data and batch, or another place"
-            )
+    @property
+    def _agreed(self) -> dict[str, Any]:
+        """What must be the same for all members, beside model and method."""
+        return {**self.store.agreed, "units": self.store.units, "rounds": self.store.rounds}
 
     def _leases_after(self, commit: Commit, heard: Heard) -> Leases | None:
         """The leases after a commit. They follow from the leases before and from what was heard."""
@@ -194,16 +214,21 @@ class Course:
         if self._closed:
             raise StateError("step: this replica has finished, and is no member any more; build a new one")
         record = self._turn()
+        if self.is_over:
+            return record
         if not self._is_member:  # it was silent for too long
             self._join()
         if due and self._pending is None:
             self._post(inner_step)
         self._commit_if_due()
         every, pending = self.exchanger.method.every or 1, self._pending
-        most = 0 if self.store.wait else AHEAD * every
+        is_last = self.lineage.index + 1 == self.store.rounds  # no step after this message would count
+        most = 0 if self.store.wait or is_last else AHEAD * every
         if pending is not None and self.exchanger.state.steps - pending.steps >= most:
             record = self._stand_still(lambda: self._pending is None) or record
-        while self.store.units_left == 0:  # messages came too late again and again, so that its lease was not renewed
+        while (
+            self.store.units_left == 0 and not self.is_over and not self.store.stopping()
+        ):  # messages came too late again and again, so that its lease was not renewed
             if not self._is_member:
                 self._join()
             elif self._pending is None:
@@ -212,7 +237,7 @@ class Course:
         return record
 
     def finish(self, inner_step: InnerStep) -> list[Round]:
-        """Send what is left, leave the run, and take over the anchor.
+        """Send what is left, leave the run, and take over the anchor. If the run is over, nothing is sent any more.
 
         If too few members are there to commit, it leaves without a word, and what it owes is lost.
         """
@@ -224,7 +249,7 @@ class Course:
 
         if record := self._stand_still(is_over):
             records.append(record)
-        while self._is_member and time.monotonic() < end:
+        while self._is_member and not self.is_over and time.monotonic() < end:
             if self._pending is None:
                 self._post(inner_step, leaves=True)
             if record := self._stand_still(is_over):
@@ -244,7 +269,8 @@ class Course:
             log.warning("store %s: not everything was written: %s", self.store.url, self.mail.trouble)
         self.mail.close()
         self._closed = True
-        self._count("finish")
+        self.store.ledger.add("upkeep", self._cost("snapshots"))
+        self.store.ledger.add("finish", self._cost("rounds"))
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -322,7 +348,7 @@ class Course:
     def _stand_still(self, until: Callable[[], bool]) -> Round | None:
         """Absorb and commit until something is true. Returns the last record."""
         begin, last, told = time.monotonic(), None, False
-        while not until():
+        while not until() and not self.store.stopping():
             if (record := self._turn()) is not None:
                 last = record
                 continue
@@ -331,7 +357,7 @@ class Course:
                 told = True
                 self._tell_why()
             time.sleep(NAP)
-        self.store.ledger.add("rounds", Count(waiting=time.monotonic() - begin))
+        self.store.ledger.add(self._phase, Count(waiting=time.monotonic() - begin))
         return last
 
     def _tell_why(self) -> None:
@@ -361,7 +387,8 @@ class Course:
     def _absorb(self, commit: Commit, folder: Folder) -> Round:
         exchanger, pending, steps = self.exchanger, self._pending, self.exchanger.state.steps
         heard = self.lineage.hear(commit.messages, folder.posts, len(self.members))
-        cost, store = self._cost(), self.store
+        cost, store = self._cost("rounds"), self.store
+        store.ledger.add("upkeep", self._cost("snapshots"))
         leases = self._leases_after(commit, heard)
         self._pending = None
         if pending is not None and self.store.rank in heard.notes:
@@ -448,8 +475,8 @@ class Course:
         self._pending, self._mark, self._posted_units = pending, message[-self.seal.size :].hex(), self.store.used
 
     def _join(self) -> None:
-        """Ask to join, round by round, until a commit names this process as a member."""
-        while not self._is_member:
+        """Ask to join, round by round, until a commit names this process as a member, or the run is over."""
+        while not self._is_member and not self.is_over and not self.store.stopping():
             index = self.lineage.index
             body = json.dumps({"name": self.store.name, "session": self.store.process.session}).encode()
             message = seal_message(self.about.header(Kind.JOIN, self.store.rank, index), body, self.seal)
@@ -537,11 +564,11 @@ class Course:
             )
         self.mail.pace = members.usual_pace(now)
 
-    def _cost(self) -> Count:
-        """What the bucket has cost since the last time."""
-        now = replace(self.store.bucket.count)
-        before, self._counted = self._counted, now
-        return Count(now.sent - before.sent, now.received - before.received)
-
-    def _count(self, phase: str) -> None:
-        self.store.ledger.add(phase, self._cost())
+    def _cost(self, *folders: str) -> Count:
+        """What the objects of these folders have cost since the last time."""
+        cost = Count()
+        for folder in folders:
+            now, before = self.store.bucket.count(folder), self._counted.get(folder, Count())
+            self._counted[folder] = now
+            cost.add(Count(now.sent - before.sent, now.received - before.received))
+        return cost

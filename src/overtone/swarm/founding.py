@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from overtone.errors import MismatchError, StoreError, WireError
+from overtone.errors import MismatchError, StoreError, WireError, shortened
 from overtone.exchange.description import Description, compare_described
 from overtone.exchange.message import Kind, Seal, seal_message
 from overtone.swarm.bucket import Bucket
@@ -51,6 +51,16 @@ class Founded:
     founder: Member
     leases: Leases | None  # of the founder, if members share the samples
     settings: Mapping[str, Any]  # of whoever uses the store, such as `overtone train`
+    agreed: Mapping[str, Any]  # what must be the same for all members, beside model and method
+
+    def refuse_other(self, where: str, agreed: Mapping[str, Any]) -> None:
+        """Refuse a member whose facts are not those of the run."""
+        for key in {**self.agreed, **agreed}:
+            if (there := self.agreed.get(key)) != (here := agreed.get(key)):
+                raise MismatchError(
+                    f"the run in {where} does not match: {key} is {shortened(there)} there and {shortened(here)} here. "
+                    "Leave it as it is there, or use another place"
+                )
 
 
 def found(
@@ -63,6 +73,7 @@ def found(
     name: str,
     leases: Leases | None,
     settings: Mapping[str, Any],
+    agreed: Mapping[str, Any],
 ) -> bytes:
     """Try to found the run with these weights. If somebody else was first, that is the run.
 
@@ -78,12 +89,25 @@ def found(
         "anchor": anchor,
         "name": name,
         "leases": None if leases is None else leases.told(),
-        "settings": settings,
+        "settings": dict(settings),
+        "agreed": dict(agreed),
     }
     founder = Process(0, 1)
     if bucket.create(RUN, seal_message(_nobody.header(Kind.RUN, 0), json.dumps(told).encode(), seal)):
         _claim(bucket, seal, about, founder, name)
     return about.run
+
+
+def settings_in(bucket: Bucket, seal: Seal) -> tuple[str, Mapping[str, Any]] | None:
+    """The id of the run that the store has, and its settings, for whoever has no model yet; None if it has no run."""
+    raw = bucket.read(RUN)
+    if raw is None:
+        return None
+    try:
+        told = parsed(_nobody.opened(raw, Kind.RUN, 0, seal).body)
+        return str(told["run"]), dict(told["settings"])
+    except (KeyError, TypeError, ValueError, WireError) as error:
+        raise StoreError(f"store {bucket.url}: {NOT_READ.format(why=error)}") from error
 
 
 def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description) -> Founded | None:
@@ -102,6 +126,7 @@ def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description
             Member(0, 1, str(told["name"])),
             None if told["leases"] is None else Leases.read(told["leases"]),
             dict(told["settings"]),
+            dict(told["agreed"]),
         )
     except (KeyError, TypeError, ValueError, WireError) as error:
         raise StoreError(f"store {bucket.url}: {NOT_READ.format(why=error)}") from error

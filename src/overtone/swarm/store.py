@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from overtone.transport import Background, OneProcess
 
 MOST_SNAPSHOT_EVERY = 10**9
 MOST_UNITS = 10**15
+MOST_ROUNDS = 10**8 - 1  # folders have eight digits
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Store(OneProcess):
     ``name`` is a stable identity: a process that comes back under its name is the same member. By default it is the
     host's name and a number. ``min_replicas``: how many must have posted before a round is committed without the rest;
     by default half of the members. A member puts a snapshot every ``snapshot_every`` rounds, from which newcomers
-    start. ``wait``: stand still until the round is committed, instead of training on.
+    start. ``wait``: stand still until the round is committed, instead of training on. ``rounds``: how many the run has.
     """
 
     url: str
@@ -39,7 +40,10 @@ class Store(OneProcess):
     snapshot_every: int = 10
     wait: bool = False
     units: int | None = None  # local steps' worth of samples in an epoch, if members are to share them (`next_unit`)
-    settings: Mapping[str, Any] = field(default_factory=dict)  # kept in the store for whoever comes later
+    rounds: int | None = None  # after so many the run is over, for all members alike; by default it has no end
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the founder's are kept for whoever comes later
+    agreed: Mapping[str, Any] = field(default_factory=dict)  # facts, as JSON, that must be the same for all members
+    stopping: Callable[[], bool] = lambda: False  # while it is true, the replica does not stand still for anything
     ledger: Ledger = field(default_factory=Ledger, repr=False)
     leases: Leases | None = field(default=None, init=False, repr=False)  # as the last commit says
     used: int = field(default=0, init=False)  # units of its own lease, of which no commit knows yet
@@ -58,6 +62,7 @@ class Store(OneProcess):
             ("min_replicas", self.min_replicas, 1 << 16),
             ("snapshot_every", self.snapshot_every, MOST_SNAPSHOT_EVERY),
             ("units", self.units, MOST_UNITS),
+            ("rounds", self.rounds, MOST_ROUNDS),
         ):
             if value is not None and not (type(value) is int and 1 <= value <= most):
                 raise MethodError(f"{what}={value!r}: a whole number from 1 to {most}")

@@ -200,8 +200,10 @@ def tree_of(replica: Replica) -> dict[str, Any]:
 @torch.no_grad()
 def restore(replica: Replica, tree: Mapping[str, Any]) -> None:
     """Load what `tree_of` saved. The exchange state comes first: it refuses the state of another model or method
-    before anything has changed."""
-    replica.load_state_dict(tree["replica"])
+    before anything has changed. Over a store it comes last: what this replica owes follows from its saved weights."""
+    stored = "store" in tree["replica"]
+    if not stored:
+        replica.load_state_dict(tree["replica"])
     mine = {**replica.parameters.all, **replica.buffers.named()}
     for name, tensor in mine.items():
         if tree["model"][name].shape != tensor.shape:
@@ -216,6 +218,8 @@ def restore(replica: Replica, tree: Mapping[str, Any]) -> None:
         raise StateError(f"the inner optimizer's saved state does not fit this one ({shortened(error)})") from error
     for group, own in zip(replica.inner.param_groups, options, strict=True):
         group.update(own)
+    if stored:
+        replica.load_state_dict(tree["replica"])
 
 
 # -- another number of replicas --------------------------------------------------------------------------------------

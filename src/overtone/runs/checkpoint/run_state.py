@@ -40,9 +40,8 @@ class RunState:
             "accounts": self.timer.state_dict(),
         }
 
-    def restore(self, folder: Path, checkpoint: CheckpointId) -> None:
+    def restore(self, folder: Path, checkpoint: CheckpointId, rank: int, size: int) -> None:
         """Load this rank's part of a checkpoint. If another number of replicas saved it, fold their states."""
-        rank, size = self.replica.transport.rank, self.replica.transport.size
         files = [file_of(folder, checkpoint, old) for old in range(checkpoint.replicas)]
         own = files[rank % checkpoint.replicas]
         if checkpoint.replicas == size:

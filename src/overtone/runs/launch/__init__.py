@@ -11,15 +11,18 @@ from dataclasses import replace
 
 from overtone.runs import directory, spectrum, toml
 from overtone.runs.config import Run
-from overtone.runs.launch.inside import in_world, is_replica, one_replica, threads_of
+from overtone.runs.launch.inside import in_world, is_replica, one_member, one_replica, threads_of
 from overtone.runs.launch.supervisor import refuse_too_many, spawn
 
 __all__ = ["all_replicas", "in_world", "is_replica", "one_replica", "refuse_too_many", "spawn", "train"]
 
 
 def train(config: Run, *, resume: bool) -> None:
-    """Train as one replica of a world that exists, as the only replica, or by starting all replicas here."""
-    if is_replica() or config.replicas == 1:
+    """Train as one replica of a world that exists, as a member of a run in a store, as the only replica, or by starting
+    all replicas here."""
+    if config.stored.store is not None:
+        one_member(config)
+    elif is_replica() or config.replicas == 1:
         one_replica(config, resume=resume)
     else:
         all_replicas(config, resume=resume)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import re
 import signal
@@ -68,6 +69,27 @@ def one_replica(config: Run, *, resume: bool) -> None:
         in_world(work)
         if is_replica():
             _end(0)  # inside `listening`: a late signal finds a handler that knows that nothing is left to stop
+
+
+def one_member(config: Run) -> None:
+    """Train as one member of a run in a store."""
+    from overtone.runs.open_stored import open_stored
+
+    if config.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_of(config, 1))
+    show_log("overtone.swarm")
+    with listening() as stop:
+        open_stored(config, stop=stop).run()
+
+
+def show_log(name: str) -> None:
+    """Print what a part of overtone logs for people, a line each."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("overtone: %(message)s"))
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def in_world(work: Callable[[], T]) -> T:
