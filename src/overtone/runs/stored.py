@@ -57,8 +57,8 @@ def refuse_other(url: str, config: Run) -> None:
     there, here = agreed_of(config_of(found[1], f"store {url}"), {}), agreed_of(config, {})
     for key, value in here.items():
         if value != there[key]:
-            flag, theirs = key.replace("_", "-"), "none" if there[key] is None else there[key]
+            flag, theirs = key.replace("_", "-"), "none" if there[key] is None else shortened(there[key])
             raise ConfigError(
-                f"{flag}={value}: the run in {url} has {shortened(theirs)}; leave --{flag} out, or begin another run "
+                f"{flag}={value}: the run in {url} has {theirs}; leave --{flag} out, or begin another run "
                 "in another place"
             )
