@@ -11,7 +11,7 @@ CORE := golden vectors equivalence transcriptions every_method replica_edge_case
 	fingerprint leaving_out gloo simulate config cli command_lines
 , := ,
 
-.PHONY: help demo format check quick test package oldest browser bench paper exchange frontier studies clean
+.PHONY: help demo format check quick test package oldest browser bench paper exchange frontier chaos studies clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,9 @@ exchange: $(ALL)  ## sharded against gathered, and delays: bytes and loss, three
 
 frontier: $(ALL)  ## loss against bytes on models of 0.4 to 10 M parameters: ten hours on two cores; goes on where it was cut off
 	PYTHONPATH=benchmarks $(BIN)/python -m frontier $(if $(DATA),--data $(DATA))
+
+chaos: $(ALL)  ## a run in a store under disturbances: kill -9, frozen processes, newcomers, a failing store
+	PYTHONPATH=benchmarks $(BIN)/python -m chaos
 
 studies: $(ALL)  ## the small studies behind docs/log.md; TEXT=file
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/studies.py --text $(TEXT)

@@ -127,9 +127,7 @@ def test_a_member_that_waits_stops_when_it_is_asked_and_says_why_it_waits(tmp_pa
     ],
     ids=["batch", "keep", "method", "replicas", "key", "torchrun", "data"],
 )
-def test_what_does_not_fit_the_run_is_refused(
-    founded: Path, flags: list[str], env: dict[str, str], words: str
-) -> None:
+def test_what_does_not_fit_the_run_is_refused(founded: Path, flags: list[str], env: dict[str, str], words: str) -> None:
     other = start(founded, *flags, env=env)
     with running(other):
         ended = other.end()

@@ -269,6 +269,7 @@ class Course:
             log.warning("store %s: not everything was written: %s", self.store.url, self.mail.trouble)
         self.mail.close()
         self._closed = True
+        log.info("%s asked the store %d times in this session", self.store.name, self.store.bucket.requests)
         self.store.ledger.add("upkeep", self._cost("snapshots"))
         self.store.ledger.add("finish", self._cost("rounds"))
 
