@@ -301,20 +301,21 @@ class Course:
         self._posted = time.monotonic()
 
     def _since_saved(self, index: int, told: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-        """What the commits from a round on say of the process whose state was saved: whether the message that was on
+        """What the commits from a round on say of the member whose state was saved: whether the message that was on
         its way has counted, whether a later one has, and whether it was a member all the time. If a commit is not there
         any more, a later message may have counted."""
         counted, spoken, present = False, False, True
-        process = Process(int(told["number"]), int(told["session"]))
+        member = int(told["number"])
         for other in range(index, self.lineage.index):
             commit = founding.read_commit(self.store.bucket, self.seal, self.about, other)
             if commit is None:
                 return counted, True, False
-            if process.number not in commit.left_out:
-                seals = {one.seal for one in commit.messages if one.process == process}
+            if member not in commit.left_out:
+                # Of any of its processes: one that came in between may have started from the same state, and sent it.
+                seals = {one.seal for one in commit.messages if one.number == member}
                 counted |= told["seal"] in seals
                 spoken |= bool(seals - {told["seal"]})
-            present &= any(member.number == process.number for member in commit.members)
+            present &= any(one.number == member for one in commit.members)
         return counted, spoken, present
 
     # -- one turn --------------------------------------------------------------------------------------------------
