@@ -19,7 +19,7 @@ from overtone.errors import WireError
 from overtone.swarm import founding, members
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.members import Posts
-from overtone.swarm.records import Member, Note, Process, commit_path, folder_of
+from overtone.swarm.records import MOST_MEMBERS, Member, Note, Process, commit_path, folder_of
 from scenario import EVERY, backward, batches
 from test_swarm import (
     PATIENCE,
@@ -108,6 +108,43 @@ def test_junk_among_the_claims_keeps_nobody_out(place: str, junk: str) -> None:
     again = joining(place, other, 0, key="secret")
     assert (other.transport.rank, again.transport.rank) == (1, 0)
     close(other, again)
+
+
+def test_junk_in_all_places_of_claims_is_named(place: str) -> None:
+    close(replica_at(place, 0, min_replicas=1))
+    bucket = Bucket(place)
+    for number in range(1, MOST_MEMBERS):
+        bucket.create(f"members/{Process(number, 1)}", b"junk")
+    with pytest.raises(StoreError, match=r"no number is left for m1: .* 4095 objects in members/ .* Delete"):
+        replica_at(place, 1)
+
+
+def test_nobody_takes_the_number_of_a_member_whose_claim_was_deleted(place: str) -> None:
+    first, second = gathered(place, 2, min_replicas=1)
+    bucket = Bucket(place)
+    for name in bucket.names("members"):
+        bucket.remove(f"members/{name}")
+    stranger = joining(place, first, 2)
+    assert stranger.transport.rank == 2
+    close(second)
+    again = joining(place, first, 1)
+    assert course_of(again).store.process == Process(1, 2)
+    close(first, stranger, again)
+
+
+def test_a_claim_that_a_listing_does_not_show_yet_is_not_tried_again(place: str) -> None:
+    """As of a storage whose listings lag behind."""
+    first = replica_at(place, 0, min_replicas=1)
+    other = joining(place, first, 1)
+    names = Bucket.names
+
+    def late(bucket: Bucket, folder: str) -> dict[str, int]:
+        return {} if folder == "members" else names(bucket, folder)
+
+    with mock.patch.object(Bucket, "names", late):
+        third = joining(place, first, 2)
+    assert third.transport.rank == 2
+    close(first, other, third)
 
 
 def test_a_message_that_was_replaced_after_it_counted_is_named(place: str) -> None:

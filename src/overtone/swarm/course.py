@@ -100,11 +100,12 @@ class Course:
         self.members, store.leases = (founded.founder,), founded.leases
         self._catch_up(founded)
         self.lineage = Lineage(exchanger)
+        self._replay()
         if founded.about.run == mine:
             store.become(founded.founder.process, founded.founder.name)
         else:
-            store.become(*founding.take_number(bucket, self.seal, founded, store.name, host_name()))
-        self._replay()
+            taken = founding.take_number(bucket, self.seal, founded, store.name, host_name(), self.members)
+            store.become(*taken)
         longest = self.lineage.pattern.context.longest_message()
         self.mail = Mailbox(bucket, self.lineage.index, longest + HEADER_BYTES + NOTE_BYTES + self.seal.size)
         self._set_members(self.members)

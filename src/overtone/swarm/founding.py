@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,9 @@ from overtone.exchange.message import Kind, Seal, seal_message
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.leases import Leases
 from overtone.swarm.records import (
+    MOST_COMMIT,
     MOST_MEMBERS,
+    MOST_SESSION,
     RUN,
     About,
     Commit,
@@ -35,6 +38,7 @@ from overtone.swarm.records import (
 
 NOT_READ = "what the store says cannot be believed: {why}. Give the key of this run (OVERTONE_KEY), or another store"
 MOST_TRIES = 100  # to take a number
+MOST_CLAIM = 4096  # bytes
 LOOKED_AT = 3  # of the last rounds, for a commit that should not be there
 _ROUND = re.compile("[0-9]{8}")
 _nobody = About()
@@ -88,7 +92,7 @@ def found(
 
 def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description) -> Founded | None:
     """The run that the store has; None if it has none. Refuses one that is not of this model and method."""
-    raw = bucket.read(RUN)
+    raw = bucket.read(RUN, MOST_COMMIT)
     if raw is None:
         return None
     try:
@@ -112,36 +116,54 @@ def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description
 # -- the identity of a process -------------------------------------------------------------------------------------
 
 
-def take_number(bucket: Bucket, seal: Seal, founded: Founded, name: str | None, host: str) -> tuple[Process, str]:
-    """Take the number of the member of this name, or a new one; without a name, the first free one of this host."""
+def take_number(
+    bucket: Bucket, seal: Seal, founded: Founded, name: str | None, host: str, present: Sequence[Member] = ()
+) -> tuple[Process, str]:
+    """Take the number of the member of this name, or a new one; without a name, the first free one of this host.
+    ``present``: the members now, whose claims may have been deleted."""
+    lost: set[Process] = set()  # places that somebody else took first
     for _ in range(MOST_TRIES):
-        taken = _claims(bucket, seal, founded)
-        chosen = name or _free(host, {other for other in taken.values() if other is not None})
-        own = [process.number for process, other in taken.items() if other == chosen]
-        number = own[-1] if own else max(process.number for process in taken) + 1
+        claims, junk = _claims(bucket, seal, founded, lost)
+        claims |= {member.process: member.name for member in present}
+        chosen = name or _free(host, set(claims.values()))
+        own = [process for process, other in claims.items() if other == chosen]
         # What somebody else put there binds nobody, but its place is taken.
-        process = Process(number, max((p.session for p in taken if p.number == number), default=0) + 1)
-        if process.number >= MOST_MEMBERS:
-            raise StoreError(f"store {bucket.url}: {process.number} members have come already; at most {MOST_MEMBERS}")
+        process = next(place for place in _places(max(own or claims), renewed=bool(own)) if place not in junk)
+        if process.number >= MOST_MEMBERS or process.session > MOST_SESSION:
+            raise StoreError(
+                f"store {bucket.url}: no number is left for {chosen}: {len(claims)} processes have come, and "
+                f"{len(junk)} objects in members/ cannot be believed; at most {MOST_MEMBERS} members. Delete the latter"
+            )
         if _claim(bucket, seal, founded.about, process, chosen):
             return process, chosen
+        lost.add(process)
     raise StoreError(f"store {bucket.url}: no number could be taken in {MOST_TRIES} tries; others were always faster")
 
 
-def _claims(bucket: Bucket, seal: Seal, founded: Founded) -> dict[Process, str | None]:
-    """All claims in order, with the names of the members; None for one that cannot be believed."""
-    found: dict[Process, str | None] = {founded.founder.process: founded.founder.name}
-    for process in processes(list(bucket.names("members"))):
-        raw = bucket.read(f"members/{process}") or b""
-        found.setdefault(process, None)
+def _places(last: Process, *, renewed: bool) -> Iterator[Process]:
+    """The processes that may come after the last one: of the same member, or the first ones of other members."""
+    for ahead in count(1):
+        yield Process(last.number, last.session + ahead) if renewed else Process(last.number + ahead, 1)
+
+
+def _claims(
+    bucket: Bucket, seal: Seal, founded: Founded, lost: Collection[Process]
+) -> tuple[dict[Process, str], set[Process]]:
+    """All claims with the names of the members; and the places of those that cannot be believed. ``lost``: places that
+    a listing may not show yet."""
+    found, junk = {founded.founder.process: founded.founder.name}, set()
+    for process in {*processes(list(bucket.names("members"))), *lost}:
         try:
+            raw = bucket.read(f"members/{process}", MOST_CLAIM) or b""
             message = founded.about.opened(raw, Kind.CLAIM, process.session, seal)
             name = str(parsed(message.body).get("name"))
+            if message.header.sender != process.number or not is_name(name):
+                raise WireError("claim: not of the process whose place it lies in")
         except WireError:
-            continue  # put there by somebody else
-        if message.header.sender == process.number and is_name(name):
+            junk.add(process)  # put there by somebody else
+        else:
             found[process] = name
-    return dict(sorted(found.items()))
+    return found, junk
 
 
 def _claim(bucket: Bucket, seal: Seal, about: About, process: Process, name: str) -> bool:
@@ -187,7 +209,7 @@ def snapshots(bucket: Bucket) -> list[int]:
 
 def read_commit(bucket: Bucket, seal: Seal, about: About, index: int) -> Commit | None:
     """The commit of a round; None if there is none yet."""
-    raw = bucket.read(commit_path(index))
+    raw = bucket.read(commit_path(index), MOST_COMMIT)
     if raw is None:
         return None
     try:

@@ -25,8 +25,10 @@ from overtone.exchange.message import NOBODY, Header, Kind, Message, Seal, open_
 RUN = "run"
 COMMIT = "commit"
 MOST_MEMBERS = 1 << 12
+MOST_SESSION = (1 << 32) - 1
 MOST_PACE = 1e6  # seconds of a round
 MOST_NAME = 64  # letters of a member's name
+MOST_COMMIT = 1 << 24  # bytes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NOTE = struct.Struct("<IfBQ")
 NOTE_BYTES = _NOTE.size
@@ -71,7 +73,8 @@ class Process:
         if not (told and number.isdigit() and session.isdigit() and len(name) < 24):
             return None
         found = cls(int(number), int(session))
-        return found if str(found) == name and found.number < MOST_MEMBERS else None
+        fits = found.number < MOST_MEMBERS and found.session <= MOST_SESSION
+        return found if fits and str(found) == name else None
 
 
 @dataclass(frozen=True)
