@@ -76,10 +76,18 @@ class Bucket:
 
     def names(self, folder: str) -> dict[str, int]:
         """The names of all objects directly in a folder, with their sizes."""
+        return {name: size for name, (size, _) in self.listed(folder).items()}
+
+    def listed(self, folder: str) -> dict[str, tuple[int, str]]:
+        """The names of all objects directly in a folder, each with its size and a mark that another object of that name
+        would not have."""
         import obstore
 
         listed = self._ask(f"list {folder}", lambda: obstore.list_with_delimiter(self._store, f"{folder}/"))
-        return {str(entry["path"]).rpartition("/")[2]: int(entry["size"]) for entry in listed["objects"]}
+        return {
+            str(entry["path"]).rpartition("/")[2]: (int(entry["size"]), f"{entry['e_tag']} {entry['last_modified']}")
+            for entry in listed["objects"]
+        }
 
     def folders(self, folder: str) -> list[str]:
         """The names of all folders directly in a folder, in order."""

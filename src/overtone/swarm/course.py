@@ -39,6 +39,7 @@ from overtone.swarm.records import (
     commit_path,
     folder_of,
     is_name,
+    is_sealed,
     parsed,
     snapshot_path,
 )
@@ -51,6 +52,7 @@ NAP = 0.02  # seconds between two looks of a replica that stands still
 TURN = 1.0  # seconds by which the next member is later to commit, if the first one does not
 MOST_REFUSALS = 3  # of a replica's messages in a row, before it drops what it owes
 PATIENCE = 3.0  # times a round's deadline: then a replica that stands still says why, and one that ends goes
+SNAPSHOT_TRIES = 8  # to write one; newcomers can start from an older one
 FLUSH = 30.0  # seconds that the end waits for the last objects to be written
 
 
@@ -66,7 +68,7 @@ class Course:
         self._mark = ""  # the seal of the message that was posted last
         self._posted_units = 0  # that it told
         self._refusals = 0  # of this replica's messages, one after the other
-        self._read: dict[Process, Named | Member | None] = {}  # posts of the open round, as far as they were read
+        self._read: dict[tuple[Process, bytes], Named | Member | None] = {}  # posts of the open round
         self._notes: dict[int, Note] = {}
         self._closed = False
         self._proposed = False
@@ -107,7 +109,8 @@ class Course:
             taken = founding.take_number(bucket, self.seal, founded, store.name, host_name(), self.members)
             store.become(*taken)
         longest = self.lineage.pattern.context.longest_message()
-        self.mail = Mailbox(bucket, self.lineage.index, longest + HEADER_BYTES + NOTE_BYTES + self.seal.size)
+        self._most = longest + HEADER_BYTES + NOTE_BYTES + self.seal.size  # bytes of a message
+        self.mail = Mailbox(bucket, self.lineage.index, self._most, lambda raw: is_sealed(raw, self.seal))
         self._set_members(self.members)
         self._join()
         self._count("setup")
@@ -429,7 +432,7 @@ class Course:
     def _snapshot(self) -> None:
         index = self.lineage.index
         packed = founding.packed_snapshot(self.seal, self.about, index, self._tensors(), self.store.rank)
-        self.mail.send(snapshot_path(index), packed)
+        self.mail.send(snapshot_path(index), packed, SNAPSHOT_TRIES)
 
     # -- posting ---------------------------------------------------------------------------------------------------
 
@@ -490,10 +493,11 @@ class Course:
         """What has been posted in the open round, as far as it can be believed."""
         folder = self.mail.folder(self.lineage.index)
         for process, raw in folder.posts.items():
-            if process not in self._read:
-                self._read[process] = self._opened(process, raw)
-        named = {one.number: one for one in self._read.values() if isinstance(one, Named)}
-        joins = {one.number: one for one in self._read.values() if isinstance(one, Member)}
+            if (process, raw) not in self._read:  # what nobody believes may have been replaced since
+                self._read[process, raw] = self._opened(process, raw)
+        read = [self._read[post] for post in folder.posts.items()]
+        named = {one.number: one for one in read if isinstance(one, Named)}
+        joins = {one.number: one for one in read if isinstance(one, Member)}
         messages = {number: self._notes[number] for number in named}
         return Posts(messages, joins), tuple(named[number] for number in sorted(named)), folder.posts
 

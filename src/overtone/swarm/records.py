@@ -204,6 +204,15 @@ class About:
         return message
 
 
+def is_sealed(raw: bytes, seal: Seal) -> bool:
+    """True if somebody with the key has written this object. Where it belongs is not checked."""
+    try:
+        open_message(raw, seal)
+    except WireError:
+        return False
+    return True
+
+
 def parsed(body: bytes) -> dict[str, Any]:
     """A body that is a JSON object."""
     try:
