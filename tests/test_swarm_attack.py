@@ -4,7 +4,7 @@ and an unlucky order of things. What cannot be undone by the replicas themselves
 from __future__ import annotations
 
 import copy
-import logging
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +16,7 @@ import torch
 import overtone
 from overtone import MismatchError, PeerError, Replica, Round, StateError, StoreError
 from overtone.errors import WireError
+from overtone.exchange.message import HEADER_BYTES
 from overtone.swarm import founding, members
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.members import Posts
@@ -42,6 +43,14 @@ def close(*replicas: Replica) -> None:
 
 def kept_of(replica: Replica) -> list[dict[str, object]]:
     return [copy.deepcopy(part.state_dict()) for part in (replica.model, replica.inner, replica)]
+
+
+def heard_in(bucket: Bucket, index: int) -> list[int]:
+    """The members whose messages counted in a round of a run with a key."""
+    raw = bucket.read(commit_path(index))
+    assert raw is not None
+    commit = json.loads(raw[HEADER_BYTES:-16])
+    return [one["number"] for one in commit["messages"] if one["number"] not in commit["left_out"]]
 
 
 def joining(url: str, first: Replica, rank: int, **options: object) -> Replica:
@@ -147,38 +156,87 @@ def test_a_claim_that_a_listing_does_not_show_yet_is_not_tried_again(place: str)
     close(first, other, third)
 
 
-def test_a_message_that_was_replaced_after_it_counted_is_named(place: str) -> None:
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_message_that_was_replaced_or_deleted_after_it_counted_is_named(place: str, replaced: bool) -> None:
+    """It would be left out here, and the anchor would be another one than where it was heard."""
     first, second = gathered(place, 2, key="secret")
-    settle([first, second])
-    index, bucket = first.rounds, Bucket(place)
-    train(first, batches(0), lambda: course_of(first)._pending is not None)
-    train(second, batches(1), lambda: course_of(second)._pending is not None)
-    settle([first, second])
-    assert first.rounds > index
+    bucket = Bucket(place)
+    together([first, second], lambda: 1 in heard_in(bucket, min(first.rounds, second.rounds) - 1))
     close(first, second)
-    path = f"{folder_of(index)}/0001-0001"
+    path = f"{folder_of(min(first.rounds, second.rounds) - 1)}/0001-0001"
     bucket.remove(path)
-    bucket.create(path, b"junk")
-    with pytest.raises(StoreError, match=r"message of member 1 .*replaced"):
+    if replaced:
+        bucket.create(path, b"junk")
+    what = "replaced" if replaced else "deleted"
+    with pytest.raises(StoreError, match=rf"message of member 1 counts, and was {what} .*To undo round"):
         replica_at(place, 2, key="secret")
 
 
 def test_the_place_of_a_message_that_a_stranger_took_is_taken_back(
     place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = gathered(place, 2, key="secret", min_replicas=2)
-    settle([first, second])
+    """A stranger puts junk where the next messages, wishes to join and snapshots belong. Everybody is heard."""
+    first, second = gathered(place, 2, key="secret", snapshot_every=2)
     bucket, index = Bucket(place), first.rounds
-    for other in range(index, index + 6):
-        for number in (0, 1):
-            bucket.create(f"{folder_of(other)}/000{number}-0001", b"junk" * 100)
-    streams = batches(0), batches(1)
-    with ThreadPoolExecutor(2) as pool:
-        both = [
-            pool.submit(train, replica, stream, lambda: min(first.rounds, second.rounds) >= index + 3)
-            for replica, stream in zip((first, second), streams, strict=True)
-        ]
-        records = [record for one in both for record in one.result()]
-    assert all(not record.left_out for record in records)
-    assert "000" in caplog.text
+    for other in range(index + 1, index + 5):
+        bucket.create(f"snapshots/{other:08d}", b"junk")
+        for process in ("0000-0001", "0001-0001", "0002-0001"):
+            bucket.create(f"{folder_of(other)}/{process}", b"junk" * 100)
+    together([first, second], lambda: min(first.rounds, second.rounds) >= index + 4)
+    assert "0001-0001 was there already, and cannot be believed" in caplog.text
+    assert {number for ahead in range(1, 4) for number in heard_in(bucket, index + ahead)} == {0, 1}
+    names = bucket.names("snapshots")
+    assert any(size > 100 for name, size in names.items() if name.isdigit())
+    third = joining(place, first, 2, key="secret")
+    assert third.transport.rank == 2
+    close(first, second, third)
+
+
+def test_what_nobody_can_read_or_write_stops_nobody(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An object of a stranger that cannot be read, and a snapshot that the storage refuses, say since it is too large.
+    Nor does a storage that takes nothing keep a replica from reading."""
+    first, second = gathered(place, 2, snapshot_every=1)
+    settle([first, second])
+    read, create, index, bucket = Bucket.read, Bucket.create, first.rounds, Bucket(place)
+    for other in range(index, index + 3):
+        bucket.create(f"{folder_of(other)}/0999-0001", b"junk")
+
+    def reading(one: Bucket, path: str, most: int | None = None) -> bytes | None:
+        if path.endswith("/0999-0001"):
+            raise StoreError(f"store: cannot read {path}: in another storage class")
+        return read(one, path, most)
+
+    def creating(one: Bucket, path: str, data: bytes) -> bool:
+        if path.startswith("snapshots/") or path == "any":
+            raise StoreError(f"store: cannot create {path}: too large")
+        return create(one, path, data)
+
+    with mock.patch.object(Bucket, "read", reading), mock.patch.object(Bucket, "create", creating):
+        together([first, second], lambda: min(first.rounds, second.rounds) >= index + 3)
+        mail, index = course_of(second).mail, second.rounds
+        mail.send("any", b"")
+        train(first, batches(0), lambda: first.rounds > index)
+        wait_for(lambda: mail.folder(index).commit is not None)
+        wait_for(lambda: "too large; it is given up" in caplog.text)
+        assert "cannot create any" in mail.trouble
     close(first, second)
+
+
+# -- an unlucky order ----------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_is_not_told_of_a_hole_that_is_none(place: str) -> None:
+    """Between its look at the open round and its look at later ones, two rounds are committed."""
+    first, folders = replica_at(place, 0, min_replicas=1), Bucket.folders
+
+    def later(bucket: Bucket, folder: str) -> list[str]:
+        if not course_of(first)._closed:
+            train(first, batches(0), lambda: first.rounds >= 2)
+            first.finish()
+        return folders(bucket, folder)
+
+    with mock.patch.object(Bucket, "folders", later):
+        second = replica_at(place, 1)
+    assert second.rounds > first.rounds >= 2
+    assert second.fingerprint == first.fingerprint
+    close(second)

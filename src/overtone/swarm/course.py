@@ -359,8 +359,9 @@ class Course:
                 "written it, or it is damaged: delete it, and the round is committed again"
             ) from error
         for named in commit.messages:  # a listing may have shown the commit, and not yet a message before it
-            if named.process not in folder.posts:
-                folder.posts[named.process] = founding.read_message(self.store.bucket, index, named)
+            if not founding.is_named(folder.posts.get(named.process), named, self.seal):
+                found = founding.read_message(self.store.bucket, self.seal, index, named, self._most)
+                folder.posts[named.process] = found
         return self._absorb(commit, folder)
 
     def _absorb(self, commit: Commit, folder: Folder) -> Round:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from overtone.errors import MismatchError, StoreError, WireError
 from overtone.exchange.description import Description, compare_described
-from overtone.exchange.message import Kind, Seal, seal_message
+from overtone.exchange.message import Kind, Seal, open_message, seal_message
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.leases import Leases
 from overtone.swarm.records import (
@@ -215,38 +214,68 @@ def read_commit(bucket: Bucket, seal: Seal, about: About, index: int) -> Commit 
     try:
         return Commit.unpack(raw, index, about, seal)
     except WireError as error:
-        raise StoreError(f"store {bucket.url}: the commit of round {index} was refused: {error}") from error
-
-
-def read_message(bucket: Bucket, index: int, named: Named) -> bytes:
-    """A message that a commit names."""
-    message = bucket.read(f"{folder_of(index)}/{named.process}")
-    if message is None:
         raise StoreError(
-            f"store {bucket.url}: round {index}: the message of member {named.number} counts, and was deleted; start "
-            "again, so that a later snapshot is taken"
-        )
-    return message
+            f"store {bucket.url}: {commit_path(index)} was refused: {error}. Somebody without the key has written it, or "
+            "it is damaged: put back what was there, or delete it if the round is the last one"
+        ) from error
+
+
+def is_named(raw: bytes | None, named: Named, seal: Seal) -> bool:
+    """True if this is the message that a commit names."""
+    try:
+        return raw is not None and open_message(raw, seal).seal.hex() == named.seal
+    except WireError:
+        return False
+
+
+def read_message(bucket: Bucket, seal: Seal, index: int, named: Named, most: int | None = None) -> bytes:
+    """A message that a commit names, of ``most`` bytes. Another one in its place is not left out: it would be here, and
+    not where the right one was read."""
+    path = f"{folder_of(index)}/{named.process}"
+    message = bucket.read(path, most)
+    if message is not None and is_named(message, named, seal):
+        return message
+    what = "deleted" if message is None else "replaced"
+    raise StoreError(
+        f"store {bucket.url}: round {index}: the message of member {named.number} counts, and was {what} ({path}); put "
+        f"it back, or start again when there is a later snapshot. {way_back(index)}"
+    )
+
+
+def way_back(index: int) -> str:
+    """How to undo a round that cannot be believed, in words."""
+    return (
+        f"To undo round {index}: stop all replicas, delete {folder_of(index)} and the folders of all later rounds, and "
+        "start them again"
+    )
 
 
 def commits_from(bucket: Bucket, seal: Seal, about: About, index: int) -> Iterator[tuple[Commit, dict[Process, bytes]]]:
     """The commits from this round on that are there now, each with the messages that it names."""
-    while (commit := read_commit(bucket, seal, about, index)) is not None:
+    while (commit := read_commit(bucket, seal, about, index) or _come_since(bucket, seal, about, index)) is not None:
         raw = {}
         for named in commit.messages:
-            raw[named.process] = read_message(bucket, index, named)
+            raw[named.process] = read_message(bucket, seal, index, named)
         yield commit, raw
         index += 1
-    _refuse_hole(bucket, seal, about, index)
 
 
-def _refuse_hole(bucket: Bucket, seal: Seal, about: About, index: int) -> None:
-    """Refuse to go on from a round without a commit if a later round has one: history would be written anew."""
+def _come_since(bucket: Bucket, seal: Seal, about: About, index: int) -> Commit | None:
+    """The commit of a round that had none a moment ago. If it still has none and a later round has one, it is refused
+    to go on from here: history would be written anew."""
     later = [int(name) for name in bucket.folders("rounds") if _ROUND.fullmatch(name) and int(name) > index]
     for other in later[-LOOKED_AT:]:
-        with suppress(StoreError):  # somebody without the key may have put it there
-            if read_commit(bucket, seal, about, other) is not None:
+        try:
+            is_there = read_commit(bucket, seal, about, other) is not None
+        except StoreError:
+            continue  # somebody without the key may have put it there
+        if is_there:
+            # The others do not stand still: they may have committed both since this round was looked at.
+            commit = read_commit(bucket, seal, about, index)
+            if commit is None:
                 raise MismatchError(
                     f"store {bucket.url}: the commit of round {index} is missing, and round {other} has one: it was "
                     "deleted. Put it back, or start from a copy of the store"
                 )
+            return commit
+    return None
