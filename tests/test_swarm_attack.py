@@ -16,11 +16,12 @@ import torch
 import overtone
 from overtone import MismatchError, PeerError, Replica, Round, StateError, StoreError
 from overtone.errors import WireError
-from overtone.exchange.message import HEADER_BYTES
+from overtone.exchange.message import HEADER_BYTES, Kind, Seal, seal_message
 from overtone.swarm import founding, members
 from overtone.swarm.bucket import Bucket
+from overtone.swarm.lineage import far_outside
 from overtone.swarm.members import Posts
-from overtone.swarm.records import MOST_MEMBERS, Member, Note, Process, commit_path, folder_of
+from overtone.swarm.records import MOST_MEMBERS, About, Commit, Member, Note, Process, commit_path, folder_of
 from scenario import EVERY, backward, batches
 from test_swarm import (
     PATIENCE,
@@ -103,6 +104,68 @@ def test_a_second_process_takes_the_place_of_one_that_speaks_in_every_round() ->
     after, words = members.after(team, posts)
     assert [member.process for member in after] == [Process(0, 1), Process(1, 2)]
     assert "m1 is back" in words[0]
+
+
+def test_a_slow_replica_follows_all_rounds_that_were_committed_during_a_step(place: str) -> None:
+    """One commit a step would leave it further and further behind, and none of its messages would count."""
+    first, second = gathered(place, 2, min_replicas=1)
+    settle([first, second])
+    mail, index = course_of(second).mail, first.rounds
+    train(first, batches(0), lambda: first.rounds >= index + 3)
+    wait_for(lambda: mail.folder(index + 2).commit is not None)
+    backward(second, next(batches(1)))
+    second.step()
+    assert second.rounds == index + 3
+    close(first, second)
+
+
+def test_a_replica_tells_the_pace_of_its_steps_since_its_last_message(place: str) -> None:
+    """Also if that did not count, so that another one is due at once, and if it has made no step since."""
+    first, second = gathered(place, 2, min_replicas=1)
+    settle([first, second])
+    course, told = course_of(second), []
+    send, stream = course.mail.send, batches(1)
+
+    def sending(path: str, data: bytes, tries: int | None = None) -> None:
+        if path.startswith("rounds/") and not path.endswith("/commit"):
+            told.append(Note.split(data[HEADER_BYTES:])[0].pace)
+
+    course.mail.send = sending  # type: ignore[method-assign]  # its messages are lost
+    train(second, stream, lambda: course._pending is not None)
+    train(first, batches(0), lambda: first.rounds > second.rounds)
+    course._stand_still(lambda: course._pending is None)
+    course._posted -= 100.0  # since its last message, one step took so long
+    backward(second, next(stream))
+    second.step()
+    assert course._pending is not None
+    assert told[1] >= 100.0 * EVERY
+    train(first, batches(0), lambda: first.rounds > second.rounds)
+    course._stand_still(lambda: course._pending is None)
+    course._posted -= 1e7
+    course._post(second._inner_step, leaves=True)
+    assert told[2] == 0.0
+    course.mail.send = send  # type: ignore[method-assign]
+    close(first, second)
+
+
+# -- a member with the key -----------------------------------------------------------------------------------------
+
+
+def test_who_has_nothing_to_say_does_not_make_the_others_odd() -> None:
+    assert far_outside({0: 0.0, 1: 0.0, 2: 1.0}) == {}
+    assert far_outside({0: 0.0, 1: 1.0, 2: 1.2, 3: 0.9, 4: 40.0}).keys() == {4}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"number": 4096}, {"number": -1}, {"session": -1}, {"session": 1 << 32}, {"missed": -1}, {"pace": 1e7}]
+)
+def test_a_commit_with_members_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    about, seal = About(bytes(8), bytes(8)), Seal(b"secret")
+    member = {"number": 0, "session": 1, "name": "m0", "missed": 0, "pace": 1.0}
+    body = {"messages": [], "members": [{**member, **wrong}], "anchor": "", "left_out": [], "notes": [], "data": {}}
+    raw = seal_message(about.header(Kind.COMMIT, 0, 5), json.dumps(body).encode(), seal)
+    with pytest.raises(WireError, match="commit"):
+        Commit.unpack(raw, 5, about, seal)
 
 
 # -- a stranger ----------------------------------------------------------------------------------------------------

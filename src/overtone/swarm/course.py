@@ -30,6 +30,7 @@ from overtone.swarm.lineage import Heard, Lineage
 from overtone.swarm.mailbox import Folder, Mailbox
 from overtone.swarm.members import Posts
 from overtone.swarm.records import (
+    MOST_PACE,
     NOTE_BYTES,
     Commit,
     Member,
@@ -75,6 +76,7 @@ class Course:
         self._eligible: float | None = None  # since when the open round may be committed
         self._since = time.monotonic()  # when the last commit was absorbed
         self._posted = time.monotonic()  # when the last message was made
+        self._posted_steps = 0  # local steps so far, then
         self._counted = Count()  # of the bucket, as far as it is in the ledger
         self._enter(description)
 
@@ -197,7 +199,9 @@ class Course:
         """Absorb a commit if one has come, then post and commit what is due. Returns the record of a commit."""
         if self._closed:
             raise StateError("step: this replica has finished, and is no member any more; build a new one")
-        record = self._turn()
+        record = None
+        while (found := self._turn()) is not None:  # one a step would leave a replica of long steps behind for ever
+            record = found
         if not self._is_member:  # it was silent for too long
             self._join()
         if due and self._pending is None:
@@ -299,7 +303,7 @@ class Course:
             log.warning("saved state: this member has sent a later message, which counted; what was owed is dropped")
             owed.zero_()
         exchanger.state.tensors["residual"].copy_(owed)
-        exchanger.state.steps = exchanger.state.steps_at_round = steps
+        exchanger.state.steps = exchanger.state.steps_at_round = self._posted_steps = steps
         self.store.used = 0 if spoken or not present else max(0, used)
         exchanger.show(exchanger.method.rule.place(exchanger.state.tensors))
         self._posted = time.monotonic()
@@ -439,15 +443,16 @@ class Course:
 
     def _post(self, inner_step: InnerStep, *, leaves: bool = False) -> None:
         exchanger, index = self.exchanger, self.lineage.index
-        steps = exchanger.state.steps - exchanger.state.steps_at_round
+        # Not since the last round that counted: a message that did not count was posted in between.
+        steps = exchanger.state.steps - self._posted_steps
         pending = exchanger.start(inner_step, overlapped=True)
         mine = pending.contribution
         if mine.header.kind is not Kind.ROUND:
             exchanger.refuse(pending)
             raise GaveUpError(f"round {index}: {mine.why}")
         now = time.monotonic()
-        pace = (now - self._posted) * (exchanger.method.every or 1) / max(1, steps)
-        self._posted = now
+        pace = min(MOST_PACE, (now - self._posted) * (exchanger.method.every or 1) / steps) if steps > 0 else 0.0
+        self._posted, self._posted_steps = now, exchanger.state.steps
         note = Note(self.store.process.session, pace, leaves, self.store.used)
         message = seal_message(mine.header, note.pack() + self.lineage.pattern.body(mine), self.seal)
         self.mail.send(f"{folder_of(index)}/{self.store.process}", message)

@@ -160,9 +160,11 @@ class Lineage:
 
 def far_outside(norms: Mapping[int, float]) -> dict[int, str]:
     """By number: why a message is too far outside the others to count."""
-    if len(norms) < FEW:
+    # Who has nothing to say, as at the end of a run, does not say either what is usual.
+    some = [norm for norm in norms.values() if norm > 0]
+    if len(some) < FEW:
         return {}
-    usual = median(norms.values())
+    usual = median(some)
     return {
         number: f"its norm is {norm:.3g}, the median of the round is {usual:.3g}; at most {FAR:g} times that counts"
         for number, norm in norms.items()

@@ -12,7 +12,6 @@ A number in the header says whose message it is, so a message cannot be passed o
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -73,8 +72,7 @@ class Process:
         if not (told and number.isdigit() and session.isdigit() and len(name) < 24):
             return None
         found = cls(int(number), int(session))
-        fits = found.number < MOST_MEMBERS and found.session <= MOST_SESSION
-        return found if fits and str(found) == name else None
+        return found if _is_process(found.number, found.session) and str(found) == name else None
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ class Commit:
             found = cls(
                 index,
                 message.header.sender,
-                tuple(Named(int(n["number"]), int(n["session"]), str(n["seal"])) for n in told["messages"]),
+                tuple(_named(message) for message in told["messages"]),
                 tuple(_member(member) for member in told["members"]),
                 str(told["anchor"]),
                 tuple(int(number) for number in told["left_out"]),
@@ -174,10 +172,21 @@ class Commit:
         return found
 
 
+def _is_process(number: int, session: int) -> bool:
+    return 0 <= number < MOST_MEMBERS and 0 <= session <= MOST_SESSION
+
+
+def _named(told: Mapping[str, Any]) -> Named:
+    number, session = int(told["number"]), int(told["session"])
+    if not _is_process(number, session):
+        raise ValueError(f"message {told}")
+    return Named(number, session, str(told["seal"]))
+
+
 def _member(told: Mapping[str, Any]) -> Member:
     number, session, missed = (int(told[key]) for key in ("number", "session", "missed"))
     name, pace = str(told["name"]), float(told["pace"])
-    if not is_name(name) or not 0 <= number < MOST_MEMBERS or not math.isfinite(pace):
+    if not (is_name(name) and _is_process(number, session) and missed >= 0 and 0 <= pace <= MOST_PACE):
         raise ValueError(f"member {told}")
     return Member(number, session, name, missed, pace)
 
