@@ -44,7 +44,9 @@ class Outgoing:
 
     path: str
     data: bytes
-    tries: int | None = None  # then it is given up; None: never
+    tries: int | None = None  # that are left before it is given up; None: it never is
+    after: float = 0.0  # the moment of the next try
+    backoff: float = 0.0  # seconds from the last try to that
 
 
 class Mailbox:
@@ -128,7 +130,7 @@ class Mailbox:
             if trouble and not self.trouble:
                 log.warning("%s; the training goes on, and the store is asked again", trouble)
             self.trouble = trouble
-            backoff = min(LONGEST_BACKOFF, max(0.2, 2 * backoff)) if trouble else 0.0
+            backoff = _longer(backoff) if trouble else 0.0
             if not moved:
                 usual = min(LATEST, max(SOONEST, self.pace / LOOKS)) if self.pace else UNKNOWN
                 self._pause(backoff or usual)
@@ -136,16 +138,21 @@ class Mailbox:
     def _write_all(self) -> bool:
         while self._open:
             with self._wake:
-                if not self._outgoing:
+                due = self._due()
+                if not due:
                     break
                 # What may be given up comes last: it may be large, and nobody waits for it.
-                one = min(self._outgoing, key=lambda one: one.tries is not None)
+                one = min(due, key=lambda one: one.tries is not None)
             try:
                 created = self._write(one)
             except StoreError as error:
-                if one.tries is None or one.tries > 1:
-                    one.tries = None if one.tries is None else one.tries - 1
+                if one.tries is None:
                     raise
+                one.tries -= 1
+                if one.tries:
+                    one.backoff = _longer(one.backoff)
+                    one.after = time.monotonic() + one.backoff
+                    continue
                 log.warning("%s; it is given up", error)
                 created = False
             folder, _, name = one.path.rpartition("/")
@@ -220,5 +227,13 @@ class Mailbox:
 
     def _pause(self, seconds: float) -> None:
         with self._wake:
-            if self._open and not (self._outgoing and seconds <= LATEST and not self.trouble):
+            if self._open and (self.trouble or not self._due()):
                 self._wake.wait(seconds * self._random.uniform(0.8, 1.2))
+
+    def _due(self) -> list[Outgoing]:
+        return [one for one in self._outgoing if one.after <= time.monotonic()]
+
+
+def _longer(backoff: float) -> float:
+    """Seconds until a store that failed again is asked the next time."""
+    return min(LONGEST_BACKOFF, max(0.2, 2 * backoff))
