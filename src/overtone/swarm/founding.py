@@ -30,9 +30,11 @@ from overtone.swarm.records import (
     commit_path,
     folder_of,
     is_name,
+    is_sealed,
     parsed,
     processes,
     snapshot_path,
+    way_back,
 )
 
 NOT_READ = "what the store says cannot be believed: {why}. Give the key of this run (OVERTONE_KEY), or another store"
@@ -41,6 +43,10 @@ MOST_CLAIM = 4096  # bytes
 LOOKED_AT = 3  # of the last rounds, for a commit that should not be there
 _ROUND = re.compile("[0-9]{8}")
 _nobody = About()
+
+
+class DeletedError(StoreError):
+    """A message that counts is not there any more, or another one in its place."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +77,15 @@ def found(
 
     Returns the id that the run has if this process founded it.
     """
+    _refuse_remains(bucket, seal)
     about = About(os.urandom(8), schema)
     snapshot = snapshot_path(0, about.run.hex())
     bucket.create(snapshot, packed_snapshot(seal, about, 0, tensors, 0))
+    if bucket.create(snapshot, b"another"):
+        raise StoreError(
+            f"store {bucket.url}: the storage writes over an object that is there already, so that two replicas could "
+            "both commit a round; use one that heeds `If-None-Match: *`, as S3 does"
+        )
     told = {
         "run": about.run.hex(),
         "description": description,
@@ -87,6 +99,18 @@ def found(
     if bucket.create(RUN, seal_message(_nobody.header(Kind.RUN, 0), json.dumps(told).encode(), seal)):
         _claim(bucket, seal, about, founder, name)
     return about.run
+
+
+def _refuse_remains(bucket: Bucket, seal: Seal) -> None:
+    """Refuse to found a run where rounds are already. They began with an object `run`, so it was deleted."""
+    rounds = [int(name) for name in bucket.folders("rounds") if _ROUND.fullmatch(name)]
+    for index in {*rounds[:LOOKED_AT], *rounds[-LOOKED_AT:]}:
+        is_one = is_sealed(bucket.read(commit_path(index), MOST_COMMIT) or b"", seal)
+        if is_one and bucket.read(RUN, MOST_COMMIT) is None:  # somebody else may have founded it just now
+            raise MismatchError(
+                f"store {bucket.url}: {commit_path(index)} is there, and the object `{RUN}` is not: it was deleted. "
+                "Put it back, or use an empty place"
+            )
 
 
 def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description) -> Founded | None:
@@ -215,8 +239,8 @@ def read_commit(bucket: Bucket, seal: Seal, about: About, index: int) -> Commit 
         return Commit.unpack(raw, index, about, seal)
     except WireError as error:
         raise StoreError(
-            f"store {bucket.url}: {commit_path(index)} was refused: {error}. Somebody without the key has written it, or "
-            "it is damaged: put back what was there, or delete it if the round is the last one"
+            f"store {bucket.url}: the commit of round {index} was refused ({commit_path(index)}): {error}. Somebody "
+            "without the key has written it, or it is damaged: delete it, and put back what was there, if something was"
         ) from error
 
 
@@ -236,17 +260,9 @@ def read_message(bucket: Bucket, seal: Seal, index: int, named: Named, most: int
     if message is not None and is_named(message, named, seal):
         return message
     what = "deleted" if message is None else "replaced"
-    raise StoreError(
+    raise DeletedError(
         f"store {bucket.url}: round {index}: the message of member {named.number} counts, and was {what} ({path}); put "
         f"it back, or start again when there is a later snapshot. {way_back(index)}"
-    )
-
-
-def way_back(index: int) -> str:
-    """How to undo a round that cannot be believed, in words."""
-    return (
-        f"To undo round {index}: stop all replicas, delete {folder_of(index)} and the folders of all later rounds, and "
-        "start them again"
     )
 
 

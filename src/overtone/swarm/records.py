@@ -49,6 +49,14 @@ def snapshot_path(index: int, founder: str = "") -> str:
     return f"snapshots/{index:08d}{founder and '-'}{founder}"
 
 
+def way_back(index: int) -> str:
+    """How to undo a round that cannot be believed, in words."""
+    return (
+        f"To undo round {index}: stop all replicas, delete {folder_of(index)} and the folders of all later rounds, and "
+        "start them again"
+    )
+
+
 def is_name(name: str) -> bool:
     """True if a member may have this name. It becomes part of file names and of messages for people."""
     return len(name) <= MOST_NAME and _NAME.fullmatch(name) is not None
