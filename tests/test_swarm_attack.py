@@ -8,18 +8,22 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
+import obstore
 import pytest
 import torch
+from obstore.store import ObjectStore
 
-import overtone
-from overtone import MismatchError, PeerError, Replica, Round, StateError, StoreError
+from overtone import MismatchError, Replica, Round, StateError, StoreError
 from overtone.errors import WireError
-from overtone.exchange.message import HEADER_BYTES, Kind, Seal, seal_message
-from overtone.swarm import founding, members
+from overtone.exchange.message import HEADER_BYTES, Kind, Seal, open_message, seal_message
+from overtone.swarm import founding, mailbox, members
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.lineage import far_outside
+from overtone.swarm.mailbox import Mailbox
 from overtone.swarm.members import Posts
 from overtone.swarm.records import MOST_MEMBERS, About, Commit, Member, Note, Process, commit_path, folder_of
 from scenario import EVERY, backward, batches
@@ -29,12 +33,16 @@ from test_swarm import (
     course_of,
     gathered,
     owed,
-    place,  # noqa: F401 (a fixture)
     replica_at,
     settle,
     train,
     wait_for,
 )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    return f"memory://{tmp_path}"
 
 
 def close(*replicas: Replica) -> None:
@@ -148,6 +156,94 @@ def test_a_replica_tells_the_pace_of_its_steps_since_its_last_message(place: str
     close(first, second)
 
 
+def test_a_state_of_another_run_is_refused(place: str) -> None:
+    first, second = gathered(place, 2, min_replicas=1)
+    settle([first, second])
+    kept = kept_of(second)
+    close(first, second)
+    first, second = gathered(f"{place}2", 2, min_replicas=1)
+    settle([first, second])
+    with pytest.raises(StateError, match=r"of the run .* that in memory.* is .* without the saved state"):
+        second.load_state_dict(kept[2])
+    kept = kept_of(second)
+    train(second, batches(1), lambda: course_of(second)._pending is not None)
+    with pytest.raises(StateError, match="a message of this replica is on its way"):
+        second.load_state_dict(kept[2])
+    close(first, second)
+
+
+def test_a_replica_that_is_no_member_any_more_still_sends_what_it_owes_at_its_end(place: str) -> None:
+    first, second = gathered(place, 2, min_replicas=1)
+    settle([first, second])
+    backward(second, next(batches(1)))
+    second.step()
+    assert owed([second]).any()
+    with mock.patch.object(members, "MOST_MISSED", 0):
+        train(first, batches(0), lambda: first.transport.size == 1)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(second.finish)
+        train(first, batches(0), done.done)
+    bucket, course = Bucket(place), course_of(second)
+    last = founding.read_commit(bucket, course.seal, course.about, done.result()[-1].index)
+    assert last is not None
+    assert last.notes == ("m1 has left",)
+    assert 1 in [named.number for named in last.messages]
+    assert second.finish() == []
+    close(first)
+
+
+def test_a_replica_that_stands_still_says_why_more_than_once(
+    place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = replica_at(place, 0)
+    course = course_of(first)
+    course.store.min_replicas = 2
+    monkeypatch.setattr(members, "deadline", lambda _: 0.01)
+    course._stand_still(lambda: caplog.text.count("0 have posted, 2 must have; start more replicas") == 3)
+    close(first)
+
+
+def test_a_newcomer_whose_wishes_come_too_late_says_so(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    first, send = replica_at(place, 0), Mailbox.send
+
+    def sending(mail: Mailbox, path: str, data: bytes, tries: int | None = None) -> None:
+        if not path.endswith("/0001-0001") or "m1 has asked to join in" in caplog.text:
+            send(mail, path, data, tries)
+
+    with mock.patch.object(Mailbox, "send", sending):
+        close(first, joining(place, first, 1))
+
+
+@pytest.mark.parametrize("name", ["m0", "m1"])
+def test_a_run_whose_first_object_was_deleted_is_not_founded_anew(place: str, name: str) -> None:
+    first = replica_at(place, 0)
+    train(first, batches(0), lambda: first.rounds >= 2)
+    first.finish()
+    bucket = Bucket(place)
+    raw = bucket.read("run")
+    assert raw is not None
+    bucket.remove("run")
+    with pytest.raises(MismatchError, match=r"the object `run` is not: it was deleted\. Put it back"):
+        replica_at(place, 1, name=name)
+    assert bucket.read("run") is None
+    bucket.create("run", raw)
+    second = replica_at(place, 1, name=name)
+    assert second.fingerprint == first.fingerprint
+    close(second)
+
+
+def test_a_storage_that_writes_over_objects_is_refused(place: str) -> None:
+    """As some do that speak nearly as S3 does."""
+    put = obstore.put
+
+    def putting(store: ObjectStore, path: str, data: bytes, **_: object) -> object:
+        return put(store, path, data)
+
+    with mock.patch.object(obstore, "put", putting), pytest.raises(StoreError, match="writes over an object"):
+        replica_at(place, 0)
+    assert Bucket(place).read("run") is None
+
+
 # -- a member with the key -----------------------------------------------------------------------------------------
 
 
@@ -166,6 +262,58 @@ def test_a_commit_with_members_that_cannot_be_is_refused(wrong: dict[str, float]
     raw = seal_message(about.header(Kind.COMMIT, 0, 5), json.dumps(body).encode(), seal)
     with pytest.raises(WireError, match="commit"):
         Commit.unpack(raw, 5, about, seal)
+
+
+def test_a_message_counts_only_for_the_process_that_sent_it(place: str) -> None:
+    """A copy of a virtual machine runs under the same session. What counts is the seal."""
+    first, second = gathered(place, 2, key="secret")
+    settle([first, second])
+    stream, course, others = batches(1), course_of(second), []
+    send = course.mail.send
+
+    def sending(path: str, data: bytes, tries: int | None = None) -> None:
+        if path.endswith("/0001-0001"):  # the other one was faster, and has made another number of steps
+            header, (body, mark) = open_message(data, course.seal).header, (data[HEADER_BYTES:-16], data[-16:])
+            data = seal_message(replace(header, steps=header.steps + 1), body, course.seal)
+            others.append(mark != data[-16:])
+        send(path, data, tries)
+
+    course.mail.send = sending  # type: ignore[method-assign]
+    train(second, stream, lambda: course._pending is not None)
+    pending = course._pending
+    assert pending is not None
+    state = {name: tensor.clone() for name, tensor in second.state.tensors.items()}
+    pending.work.withdraw(state, pending.contribution.blocks)
+    index = second.rounds
+    train(first, batches(0), lambda: first.rounds > index)
+    course._stand_still(lambda: second.rounds > index)
+    assert others == [True]
+    assert heard_in(Bucket(place), index) == [0, 1]
+    assert second.fingerprint == first.fingerprint
+    assert torch.equal(second.state.tensors["residual"], state["residual"])
+    close(first, second)
+
+
+def test_a_wrong_commit_is_told_with_the_way_back(place: str) -> None:
+    """Of a member with the key. The others stop; when its commit is deleted, the run goes on from there."""
+    first, second = gathered(place, 2, key="secret", min_replicas=1)
+    settle([first, second])
+    course, index, bucket = course_of(first), first.rounds, Bucket(place)
+    wrong = Commit(index, 1, (), course.members, "0" * 16)
+    bucket.create(commit_path(index), wrong.pack(course.about, course.seal))
+    told = (
+        rf"the anchor here is .* stop member 1. To undo round {index}: stop all replicas, delete rounds/0000000{index} "
+    )
+    with pytest.raises(MismatchError, match=told):
+        train(first, batches(0), lambda: False)
+    close(first, second)
+    with pytest.raises(MismatchError, match=told):
+        replica_at(place, 0, key="secret")
+    for name in bucket.names(folder_of(index)):
+        bucket.remove(f"{folder_of(index)}/{name}")
+    again = replica_at(place, 0, key="secret", min_replicas=1)
+    train(again, batches(0), lambda: again.rounds > index + 2)
+    close(again)
 
 
 # -- a stranger ----------------------------------------------------------------------------------------------------
@@ -255,7 +403,9 @@ def test_the_place_of_a_message_that_a_stranger_took_is_taken_back(
     close(first, second, third)
 
 
-def test_what_nobody_can_read_or_write_stops_nobody(place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nobody_can_read_or_write_stops_nobody(
+    place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An object of a stranger that cannot be read, and a snapshot that the storage refuses, say since it is too large.
     Nor does a storage that takes nothing keep a replica from reading."""
     first, second = gathered(place, 2, snapshot_every=1)
@@ -274,6 +424,7 @@ def test_what_nobody_can_read_or_write_stops_nobody(place: str, caplog: pytest.L
             raise StoreError(f"store: cannot create {path}: too large")
         return create(one, path, data)
 
+    monkeypatch.setattr(mailbox, "LONGEST_BACKOFF", 0.05)
     with mock.patch.object(Bucket, "read", reading), mock.patch.object(Bucket, "create", creating):
         together([first, second], lambda: min(first.rounds, second.rounds) >= index + 3)
         mail, index = course_of(second).mail, second.rounds

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from overtone.exchange.message import HEADER_BYTES, NOBODY, Kind, Seal, open_mes
 from overtone.exchange.round import Exchanger, Pending
 from overtone.ledger import Count, Round
 from overtone.swarm import founding, members
+from overtone.swarm.founding import DeletedError
 from overtone.swarm.leases import Leases
 from overtone.swarm.lineage import Heard, Lineage
 from overtone.swarm.mailbox import Folder, Mailbox
@@ -43,6 +46,7 @@ from overtone.swarm.records import (
     is_sealed,
     parsed,
     snapshot_path,
+    way_back,
 )
 from overtone.swarm.store import Store, host_name
 
@@ -51,9 +55,10 @@ log = logging.getLogger(__name__)
 AHEAD = 2  # times `every` local steps that a replica takes beyond its last message before it stands still
 NAP = 0.02  # seconds between two looks of a replica that stands still
 TURN = 1.0  # seconds by which the next member is later to commit, if the first one does not
+SEVERAL = 10  # rounds in which a newcomer asks to join, until it says that it still does
 MOST_REFUSALS = 3  # of a replica's messages in a row, before it drops what it owes
 PATIENCE = 3.0  # times a round's deadline: then a replica that stands still says why, and one that ends goes
-SNAPSHOT_TRIES = 8  # to write one; newcomers can start from an older one
+SNAPSHOT_TRIES = 12  # to write one; newcomers can start from an older one
 FLUSH = 30.0  # seconds that the end waits for the last objects to be written
 
 
@@ -68,6 +73,7 @@ class Course:
         self._pending: Pending | None = None
         self._mark = ""  # the seal of the message that was posted last
         self._posted_units = 0  # that it told
+        self._has_counted = False  # the message that was posted last
         self._refusals = 0  # of this replica's messages, one after the other
         self._read: dict[tuple[Process, bytes], Named | Member | None] = {}  # posts of the open round
         self._notes: dict[int, Note] = {}
@@ -183,7 +189,7 @@ class Course:
         if (found.told() if found is not None else {}) != commit.data:
             raise MismatchError(
                 f"round {commit.round}: the commit of member {commit.by} leases out other samples than follow from the "
-                "rounds before; do not let that member commit"
+                f"rounds before; stop that member. {way_back(commit.round)}"
             )
         return found
 
@@ -222,8 +228,11 @@ class Course:
     def finish(self, inner_step: InnerStep) -> list[Round]:
         """Send what is left, leave the run, and take over the anchor.
 
-        If too few members are there to commit, it leaves without a word, and what it owes is lost.
+        A replica that is no member any more asks to join once more before. If too few members are there to commit, it
+        leaves without a word, and what it owes is lost.
         """
+        if self._closed:
+            return []
         records, exchanger = [], self.exchanger
         end = time.monotonic() + PATIENCE * members.deadline(self.members)
 
@@ -232,13 +241,16 @@ class Course:
 
         if record := self._stand_still(is_over):
             records.append(record)
-        while self._is_member and time.monotonic() < end:
-            if self._pending is None:
+        self._has_counted = False  # no message with which it leaves, so far
+        while not self._has_counted and time.monotonic() < end:
+            self._join(end)
+            if self._is_member and self._pending is None:
                 self._post(inner_step, leaves=True)
             if record := self._stand_still(is_over):
                 records.append(record)
-        if self._pending is not None:
+        if not self._has_counted:
             log.warning("store %s: no commit has come; what this replica still owed is lost", self.store.url)
+        if self._pending is not None:
             exchanger.refuse(self._pending)
             self._pending = None
         exchanger.state.tensors["residual"].zero_()
@@ -266,6 +278,7 @@ class Course:
             "seal": self._mark,
             "used": self.store.used,
             "posted": self._posted_units,
+            "run": self.about.run.hex(),
         }
 
     def restore(self, saved: Mapping[str, Any], description: Description) -> None:
@@ -280,6 +293,13 @@ class Course:
                     f"saved state: of the member {told['name']}, this is {self.store.name}; open the store under its "
                     "name, or go on without the saved state"
                 )
+            if told["run"] != self.about.run.hex():
+                raise StateError(
+                    f"saved state: of the run {told['run']}, that in {self.store.url} is {self.about.run.hex()}; open "
+                    "the store of that run, or go on without the saved state"
+                )
+            if self._pending is not None:
+                raise StateError("load_state_dict: a message of this replica is on its way; load before the first step")
             used = int(told["used"])
             counted, spoken, present = self._since_saved(int(saved["counts"]["rounds"]), told)
             if saved.get("flight") is not None:
@@ -330,14 +350,15 @@ class Course:
 
     def _stand_still(self, until: Callable[[], bool]) -> Round | None:
         """Absorb and commit until something is true. Returns the last record."""
-        begin, last, told = time.monotonic(), None, False
+        begin, last = time.monotonic(), None
+        tell = PATIENCE * members.deadline(self.members)  # seconds
         while not until():
             if (record := self._turn()) is not None:
                 last = record
                 continue
             self._commit_if_due()
-            if not told and time.monotonic() - begin > PATIENCE * members.deadline(self.members):
-                told = True
+            if time.monotonic() - begin > tell:
+                tell *= 2
                 self._tell_why()
             time.sleep(NAP)
         self.store.ledger.add("rounds", Count(waiting=time.monotonic() - begin))
@@ -346,7 +367,9 @@ class Course:
     def _tell_why(self) -> None:
         """Tell a person why nothing goes on."""
         posts, least = self._posts()[0].count, members.least(self.members, self.store.min_replicas)
-        why = f"{posts} have posted, {least} must have; start more replicas, or this one with fewer min_replicas"
+        why = f"{posts} have posted, {least} must have"
+        if posts < least:
+            why += "; start more replicas, or this one with fewer min_replicas"
         log.warning("round %d in %s waits: %s", self.lineage.index, self.store.url, self.mail.trouble or why)
 
     def _turn(self) -> Round | None:
@@ -364,7 +387,13 @@ class Course:
             ) from error
         for named in commit.messages:  # a listing may have shown the commit, and not yet a message before it
             if not founding.is_named(folder.posts.get(named.process), named, self.seal):
-                found = founding.read_message(self.store.bucket, self.seal, index, named, self._most)
+                try:
+                    found = founding.read_message(self.store.bucket, self.seal, index, named, self._most)
+                except DeletedError:
+                    raise
+                except StoreError as error:
+                    log.warning("%s; it is asked again", error)
+                    return None
                 folder.posts[named.process] = found
         return self._absorb(commit, folder)
 
@@ -374,7 +403,10 @@ class Course:
         cost, store = self._cost(), self.store
         leases = self._leases_after(commit, heard)
         self._pending = None
-        if pending is not None and self.store.rank in heard.notes:
+        # By its seal: if somebody runs a copy of this process, the other one's message may be there in its place.
+        named = any(one.seal == self._mark for one in commit.messages)
+        self._has_counted = pending is not None and named and store.rank in heard.notes
+        if pending is not None and self._has_counted:
             pending.received, pending.count = heard.received, cost
             record = exchanger.finish(pending)
             store.used -= heard.notes[store.rank].samples
@@ -458,14 +490,24 @@ class Course:
         self.mail.send(f"{folder_of(index)}/{self.store.process}", message)
         self._pending, self._mark, self._posted_units = pending, message[-self.seal.size :].hex(), self.store.used
 
-    def _join(self) -> None:
-        """Ask to join, round by round, until a commit names this process as a member."""
-        while not self._is_member:
+    def _join(self, end: float = math.inf) -> None:
+        """Ask to join, round by round, until a commit names this process as a member, or until a moment."""
+        for asked in count(1):
+            if self._is_member or time.monotonic() > end:
+                return
+            if asked % SEVERAL == 0:
+                log.warning(
+                    "store %s: %s has asked to join in %d rounds, and no commit has named it: the others commit before "
+                    "its wish arrives. It goes on asking",
+                    self.store.url,
+                    self.store.name,
+                    asked - 1,
+                )
             index = self.lineage.index
             body = json.dumps({"name": self.store.name, "session": self.store.process.session}).encode()
             message = seal_message(self.about.header(Kind.JOIN, self.store.rank, index), body, self.seal)
             self.mail.send(f"{folder_of(index)}/{self.store.process}", message)
-            self._stand_still(lambda index=index: self.lineage.index > index)  # type: ignore[misc]
+            self._stand_still(lambda index=index: self.lineage.index > index or time.monotonic() > end)  # type: ignore[misc]
 
     # -- committing ------------------------------------------------------------------------------------------------
 
