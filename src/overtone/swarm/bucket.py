@@ -58,17 +58,19 @@ class Bucket:
 
         won = self._ask(f"create {path}", put)
         self._add(path, Count(sent=len(data)))
-        return won or self.read(path) == data
+        return won or self.read(path, len(data)) == data
 
-    def read(self, path: str) -> bytes | None:
-        """The bytes of an object; None if it is not there."""
+    def read(self, path: str, most: int | None = None) -> bytes | None:
+        """The bytes of an object; None if it is not there. One of more than ``most`` bytes was put there by somebody
+        else: it is not fetched, and reads as an empty one, which nobody believes."""
         import obstore
 
         def get() -> bytes | None:
             try:
-                return bytes(obstore.get(self._store, path).bytes())
+                found = obstore.get(self._store, path)
             except FileNotFoundError:
                 return None
+            return b"" if most is not None and found.meta["size"] > most else bytes(found.bytes())
 
         found = self._ask(f"read {path}", get)
         self._add(path, Count(received=len(found or b"")))
@@ -76,10 +78,18 @@ class Bucket:
 
     def names(self, folder: str) -> dict[str, int]:
         """The names of all objects directly in a folder, with their sizes."""
+        return {name: size for name, (size, _) in self.listed(folder).items()}
+
+    def listed(self, folder: str) -> dict[str, tuple[int, str]]:
+        """The names of all objects directly in a folder, each with its size and a mark that another object of that name
+        would not have."""
         import obstore
 
         listed = self._ask(f"list {folder}", lambda: obstore.list_with_delimiter(self._store, f"{folder}/"))
-        return {str(entry["path"]).rpartition("/")[2]: int(entry["size"]) for entry in listed["objects"]}
+        return {
+            str(entry["path"]).rpartition("/")[2]: (int(entry["size"]), f"{entry['e_tag']} {entry['last_modified']}")
+            for entry in listed["objects"]
+        }
 
     def folders(self, folder: str) -> list[str]:
         """The names of all folders directly in a folder, in order."""

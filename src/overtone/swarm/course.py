@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,11 +26,13 @@ from overtone.exchange.message import HEADER_BYTES, NOBODY, Kind, Seal, open_mes
 from overtone.exchange.round import Exchanger, Pending
 from overtone.ledger import Count, Round
 from overtone.swarm import founding, members
+from overtone.swarm.founding import DeletedError
 from overtone.swarm.leases import Leases
 from overtone.swarm.lineage import Heard, Lineage
 from overtone.swarm.mailbox import Folder, Mailbox
 from overtone.swarm.members import Posts
 from overtone.swarm.records import (
+    MOST_PACE,
     NOTE_BYTES,
     Commit,
     Member,
@@ -38,8 +42,10 @@ from overtone.swarm.records import (
     commit_path,
     folder_of,
     is_name,
+    is_sealed,
     parsed,
     snapshot_path,
+    way_back,
 )
 from overtone.swarm.store import Store, host_name
 
@@ -48,8 +54,10 @@ log = logging.getLogger(__name__)
 AHEAD = 2  # times `every` local steps that a replica takes beyond its last message before it stands still
 NAP = 0.02  # seconds between two looks of a replica that stands still
 TURN = 1.0  # seconds by which the next member is later to commit, if the first one does not
+SEVERAL = 10  # rounds in which a newcomer asks to join, until it says that it still does
 MOST_REFUSALS = 3  # of a replica's messages in a row, before it drops what it owes
 PATIENCE = 3.0  # times a round's deadline: then a replica that stands still says why, and one that ends goes
+SNAPSHOT_TRIES = 12  # to write one; newcomers can start from an older one
 FLUSH = 30.0  # seconds that the end waits for the last objects to be written
 
 
@@ -64,14 +72,16 @@ class Course:
         self._pending: Pending | None = None
         self._mark = ""  # the seal of the message that was posted last
         self._posted_units = 0  # that it told
+        self._has_counted = False  # the message that was posted last
         self._refusals = 0  # of this replica's messages, one after the other
-        self._read: dict[Process, Named | Member | None] = {}  # posts of the open round, as far as they were read
+        self._read: dict[tuple[Process, bytes], Named | Member | None] = {}  # posts of the open round
         self._notes: dict[int, Note] = {}
         self._closed = False
         self._proposed = False
         self._eligible: float | None = None  # since when the open round may be committed
         self._since = time.monotonic()  # when the last commit was absorbed
         self._posted = time.monotonic()  # when the last message was made
+        self._posted_steps = 0  # local steps so far, then
         self._counted: dict[str, Count] = {}  # of the bucket, by folder, as far as it is in the ledger
         self._phase = "setup"  # of the ledger, to which standing still belongs
         self._enter(description)
@@ -101,13 +111,15 @@ class Course:
         self.members, store.leases = (founded.founder,), founded.leases
         self._catch_up(founded)
         self.lineage = Lineage(exchanger)
+        self._replay()
         if founded.about.run == mine:
             store.become(founded.founder.process, founded.founder.name)
         else:
-            store.become(*founding.take_number(bucket, self.seal, founded, store.name, host_name()))
-        self._replay()
+            taken = founding.take_number(bucket, self.seal, founded, store.name, host_name(), self.members)
+            store.become(*taken)
         longest = self.lineage.pattern.context.longest_message()
-        self.mail = Mailbox(bucket, self.lineage.index, longest + HEADER_BYTES + NOTE_BYTES + self.seal.size)
+        self._most = longest + HEADER_BYTES + NOTE_BYTES + self.seal.size  # bytes of a message
+        self.mail = Mailbox(bucket, self.lineage.index, self._most, lambda raw: is_sealed(raw, self.seal))
         self._set_members(self.members)
         if not self.is_over:
             self._join()
@@ -197,7 +209,7 @@ class Course:
         if (found.told() if found is not None else {}) != commit.data:
             raise MismatchError(
                 f"round {commit.round}: the commit of member {commit.by} leases out other samples than follow from the "
-                "rounds before; do not let that member commit"
+                f"rounds before; stop that member. {way_back(commit.round)}"
             )
         return found
 
@@ -213,7 +225,9 @@ class Course:
         """Absorb a commit if one has come, then post and commit what is due. Returns the record of a commit."""
         if self._closed:
             raise StateError("step: this replica has finished, and is no member any more; build a new one")
-        record = self._turn()
+        record = None
+        while (found := self._turn()) is not None:  # one a step would leave a replica of long steps behind for ever
+            record = found
         if self.is_over:
             return record
         if not self._is_member:  # it was silent for too long
@@ -239,8 +253,11 @@ class Course:
     def finish(self, inner_step: InnerStep) -> list[Round]:
         """Send what is left, leave the run, and take over the anchor. If the run is over, nothing is sent any more.
 
-        If too few members are there to commit, it leaves without a word, and what it owes is lost.
+        A replica that is no member any more asks to join once more before. If too few members are there to commit, it
+        leaves without a word, and what it owes is lost.
         """
+        if self._closed:
+            return []
         records, exchanger = [], self.exchanger
         end = time.monotonic() + PATIENCE * members.deadline(self.members)
 
@@ -249,13 +266,16 @@ class Course:
 
         if record := self._stand_still(is_over):
             records.append(record)
-        while self._is_member and not self.is_over and time.monotonic() < end:
-            if self._pending is None:
+        self._has_counted = False  # no message with which it leaves, so far
+        while not self._has_counted and not self.is_over and time.monotonic() < end:
+            self._join(end)
+            if self._is_member and self._pending is None:
                 self._post(inner_step, leaves=True)
             if record := self._stand_still(is_over):
                 records.append(record)
-        if self._pending is not None:
+        if not self._has_counted and not self.is_over:
             log.warning("store %s: no commit has come; what this replica still owed is lost", self.store.url)
+        if self._pending is not None:
             exchanger.refuse(self._pending)
             self._pending = None
         exchanger.state.tensors["residual"].zero_()
@@ -285,6 +305,7 @@ class Course:
             "seal": self._mark,
             "used": self.store.used,
             "posted": self._posted_units,
+            "run": self.about.run.hex(),
         }
 
     def restore(self, saved: Mapping[str, Any], description: Description) -> None:
@@ -299,6 +320,13 @@ class Course:
                     f"saved state: of the member {told['name']}, this is {self.store.name}; open the store under its "
                     "name, or go on without the saved state"
                 )
+            if told["run"] != self.about.run.hex():
+                raise StateError(
+                    f"saved state: of the run {told['run']}, that in {self.store.url} is {self.about.run.hex()}; open "
+                    "the store of that run, or go on without the saved state"
+                )
+            if self._pending is not None:
+                raise StateError("load_state_dict: a message of this replica is on its way; load before the first step")
             used = int(told["used"])
             counted, spoken, present = self._since_saved(int(saved["counts"]["rounds"]), told)
             if saved.get("flight") is not None:
@@ -322,40 +350,42 @@ class Course:
             log.warning("saved state: this member has sent a later message, which counted; what was owed is dropped")
             owed.zero_()
         exchanger.state.tensors["residual"].copy_(owed)
-        exchanger.state.steps = exchanger.state.steps_at_round = steps
+        exchanger.state.steps = exchanger.state.steps_at_round = self._posted_steps = steps
         self.store.used = 0 if spoken or not present else max(0, used)
         exchanger.show(exchanger.method.rule.place(exchanger.state.tensors))
         self._posted = time.monotonic()
 
     def _since_saved(self, index: int, told: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-        """What the commits from a round on say of the process whose state was saved: whether the message that was on
+        """What the commits from a round on say of the member whose state was saved: whether the message that was on
         its way has counted, whether a later one has, and whether it was a member all the time. If a commit is not there
         any more, a later message may have counted."""
         counted, spoken, present = False, False, True
-        process = Process(int(told["number"]), int(told["session"]))
+        member = int(told["number"])
         for other in range(index, self.lineage.index):
             commit = founding.read_commit(self.store.bucket, self.seal, self.about, other)
             if commit is None:
                 return counted, True, False
-            if process.number not in commit.left_out:
-                seals = {one.seal for one in commit.messages if one.process == process}
+            if member not in commit.left_out:
+                # Of any of its processes: one that came in between may have started from the same state, and sent it.
+                seals = {one.seal for one in commit.messages if one.number == member}
                 counted |= told["seal"] in seals
                 spoken |= bool(seals - {told["seal"]})
-            present &= any(member.number == process.number for member in commit.members)
+            present &= any(one.number == member for one in commit.members)
         return counted, spoken, present
 
     # -- one turn --------------------------------------------------------------------------------------------------
 
     def _stand_still(self, until: Callable[[], bool]) -> Round | None:
         """Absorb and commit until something is true. Returns the last record."""
-        begin, last, told = time.monotonic(), None, False
+        begin, last = time.monotonic(), None
+        tell = PATIENCE * members.deadline(self.members)  # seconds
         while not until() and not self.store.stopping():
             if (record := self._turn()) is not None:
                 last = record
                 continue
             self._commit_if_due()
-            if not told and time.monotonic() - begin > PATIENCE * members.deadline(self.members):
-                told = True
+            if time.monotonic() - begin > tell:
+                tell *= 2
                 self._tell_why()
             time.sleep(NAP)
         self.store.ledger.add(self._phase, Count(waiting=time.monotonic() - begin))
@@ -364,7 +394,9 @@ class Course:
     def _tell_why(self) -> None:
         """Tell a person why nothing goes on."""
         posts, least = self._posts()[0].count, members.least(self.members, self.store.min_replicas)
-        why = f"{posts} have posted, {least} must have; start more replicas, or this one with fewer min_replicas"
+        why = f"{posts} have posted, {least} must have"
+        if posts < least:
+            why += "; start more replicas, or this one with fewer min_replicas"
         log.warning("round %d in %s waits: %s", self.lineage.index, self.store.url, self.mail.trouble or why)
 
     def _turn(self) -> Round | None:
@@ -381,8 +413,15 @@ class Course:
                 "written it, or it is damaged: delete it, and the round is committed again"
             ) from error
         for named in commit.messages:  # a listing may have shown the commit, and not yet a message before it
-            if named.process not in folder.posts:
-                folder.posts[named.process] = founding.read_message(self.store.bucket, index, named)
+            if not founding.is_named(folder.posts.get(named.process), named, self.seal):
+                try:
+                    found = founding.read_message(self.store.bucket, self.seal, index, named, self._most)
+                except DeletedError:
+                    raise
+                except StoreError as error:
+                    log.warning("%s; it is asked again", error)
+                    return None
+                folder.posts[named.process] = found
         return self._absorb(commit, folder)
 
     def _absorb(self, commit: Commit, folder: Folder) -> Round:
@@ -392,7 +431,10 @@ class Course:
         store.ledger.add("upkeep", self._cost("snapshots"))
         leases = self._leases_after(commit, heard)
         self._pending = None
-        if pending is not None and self.store.rank in heard.notes:
+        # By its seal: if somebody runs a copy of this process, the other one's message may be there in its place.
+        named = any(one.seal == self._mark for one in commit.messages)
+        self._has_counted = pending is not None and named and store.rank in heard.notes
+        if pending is not None and self._has_counted:
             pending.received, pending.count = heard.received, cost
             record = exchanger.finish(pending)
             store.used -= heard.notes[store.rank].samples
@@ -455,34 +497,46 @@ class Course:
     def _snapshot(self) -> None:
         index = self.lineage.index
         packed = founding.packed_snapshot(self.seal, self.about, index, self._tensors(), self.store.rank)
-        self.mail.send(snapshot_path(index), packed)
+        self.mail.send(snapshot_path(index), packed, SNAPSHOT_TRIES)
 
     # -- posting ---------------------------------------------------------------------------------------------------
 
     def _post(self, inner_step: InnerStep, *, leaves: bool = False) -> None:
         exchanger, index = self.exchanger, self.lineage.index
-        steps = exchanger.state.steps - exchanger.state.steps_at_round
+        # Not since the last round that counted: a message that did not count was posted in between.
+        steps = exchanger.state.steps - self._posted_steps
         pending = exchanger.start(inner_step, overlapped=True)
         mine = pending.contribution
         if mine.header.kind is not Kind.ROUND:
             exchanger.refuse(pending)
             raise GaveUpError(f"round {index}: {mine.why}")
         now = time.monotonic()
-        pace = (now - self._posted) * (exchanger.method.every or 1) / max(1, steps)
-        self._posted = now
+        pace = min(MOST_PACE, (now - self._posted) * (exchanger.method.every or 1) / steps) if steps > 0 else 0.0
+        self._posted, self._posted_steps = now, exchanger.state.steps
         note = Note(self.store.process.session, pace, leaves, self.store.used)
         message = seal_message(mine.header, note.pack() + self.lineage.pattern.body(mine), self.seal)
         self.mail.send(f"{folder_of(index)}/{self.store.process}", message)
         self._pending, self._mark, self._posted_units = pending, message[-self.seal.size :].hex(), self.store.used
 
-    def _join(self) -> None:
-        """Ask to join, round by round, until a commit names this process as a member, or the run is over."""
-        while not self._is_member and not self.is_over and not self.store.stopping():
+    def _join(self, end: float = math.inf) -> None:
+        """Ask to join, round by round, until a commit names this process as a member, the run is over, or until a
+        moment."""
+        for asked in count(1):
+            if self._is_member or self.is_over or self.store.stopping() or time.monotonic() > end:
+                return
+            if asked % SEVERAL == 0:
+                log.warning(
+                    "store %s: %s has asked to join in %d rounds, and no commit has named it: the others commit before "
+                    "its wish arrives. It goes on asking",
+                    self.store.url,
+                    self.store.name,
+                    asked - 1,
+                )
             index = self.lineage.index
             body = json.dumps({"name": self.store.name, "session": self.store.process.session}).encode()
             message = seal_message(self.about.header(Kind.JOIN, self.store.rank, index), body, self.seal)
             self.mail.send(f"{folder_of(index)}/{self.store.process}", message)
-            self._stand_still(lambda index=index: self.lineage.index > index)  # type: ignore[misc]
+            self._stand_still(lambda index=index: self.lineage.index > index or time.monotonic() > end)  # type: ignore[misc]
 
     # -- committing ------------------------------------------------------------------------------------------------
 
@@ -516,10 +570,11 @@ class Course:
         """What has been posted in the open round, as far as it can be believed."""
         folder = self.mail.folder(self.lineage.index)
         for process, raw in folder.posts.items():
-            if process not in self._read:
-                self._read[process] = self._opened(process, raw)
-        named = {one.number: one for one in self._read.values() if isinstance(one, Named)}
-        joins = {one.number: one for one in self._read.values() if isinstance(one, Member)}
+            if (process, raw) not in self._read:  # what nobody believes may have been replaced since
+                self._read[process, raw] = self._opened(process, raw)
+        read = [self._read[post] for post in folder.posts.items()]
+        named = {one.number: one for one in read if isinstance(one, Named)}
+        joins = {one.number: one for one in read if isinstance(one, Member)}
         messages = {number: self._notes[number] for number in named}
         return Posts(messages, joins), tuple(named[number] for number in sorted(named)), folder.posts
 

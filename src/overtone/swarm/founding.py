@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 
 from overtone.errors import MismatchError, StoreError, WireError, shortened
 from overtone.exchange.description import Description, compare_described
-from overtone.exchange.message import Kind, Seal, seal_message
+from overtone.exchange.message import Kind, Seal, open_message, seal_message
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.leases import Leases
 from overtone.swarm.records import (
+    MOST_COMMIT,
     MOST_MEMBERS,
+    MOST_SESSION,
     RUN,
     About,
     Commit,
@@ -28,16 +30,23 @@ from overtone.swarm.records import (
     commit_path,
     folder_of,
     is_name,
+    is_sealed,
     parsed,
     processes,
     snapshot_path,
+    way_back,
 )
 
 NOT_READ = "what the store says cannot be believed: {why}. Give the key of this run (OVERTONE_KEY), or another store"
 MOST_TRIES = 100  # to take a number
+MOST_CLAIM = 4096  # bytes
 LOOKED_AT = 3  # of the last rounds, for a commit that should not be there
 _ROUND = re.compile("[0-9]{8}")
 _nobody = About()
+
+
+class DeletedError(StoreError):
+    """A message that counts is not there any more, or another one in its place."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,15 @@ def found(
 
     Returns the id that the run has if this process founded it.
     """
+    _refuse_remains(bucket, seal)
     about = About(os.urandom(8), schema)
     snapshot = snapshot_path(0, about.run.hex())
     bucket.create(snapshot, packed_snapshot(seal, about, 0, tensors, 0))
+    if bucket.create(snapshot, b"another"):
+        raise StoreError(
+            f"store {bucket.url}: the storage writes over an object that is there already, so that two replicas could "
+            "both commit a round; use one that heeds `If-None-Match: *`, as S3 does"
+        )
     told = {
         "run": about.run.hex(),
         "description": description,
@@ -110,9 +125,21 @@ def settings_in(bucket: Bucket, seal: Seal) -> tuple[str, Mapping[str, Any]] | N
         raise StoreError(f"store {bucket.url}: {NOT_READ.format(why=error)}") from error
 
 
+def _refuse_remains(bucket: Bucket, seal: Seal) -> None:
+    """Refuse to found a run where rounds are already. They began with an object `run`, so it was deleted."""
+    rounds = [int(name) for name in bucket.folders("rounds") if _ROUND.fullmatch(name)]
+    for index in {*rounds[:LOOKED_AT], *rounds[-LOOKED_AT:]}:
+        is_one = is_sealed(bucket.read(commit_path(index), MOST_COMMIT) or b"", seal)
+        if is_one and bucket.read(RUN, MOST_COMMIT) is None:  # somebody else may have founded it just now
+            raise MismatchError(
+                f"store {bucket.url}: {commit_path(index)} is there, and the object `{RUN}` is not: it was deleted. "
+                "Put it back, or use an empty place"
+            )
+
+
 def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description) -> Founded | None:
     """The run that the store has; None if it has none. Refuses one that is not of this model and method."""
-    raw = bucket.read(RUN)
+    raw = bucket.read(RUN, MOST_COMMIT)
     if raw is None:
         return None
     try:
@@ -137,36 +164,54 @@ def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description
 # -- the identity of a process -------------------------------------------------------------------------------------
 
 
-def take_number(bucket: Bucket, seal: Seal, founded: Founded, name: str | None, host: str) -> tuple[Process, str]:
-    """Take the number of the member of this name, or a new one; without a name, the first free one of this host."""
+def take_number(
+    bucket: Bucket, seal: Seal, founded: Founded, name: str | None, host: str, present: Sequence[Member] = ()
+) -> tuple[Process, str]:
+    """Take the number of the member of this name, or a new one; without a name, the first free one of this host.
+    ``present``: the members now, whose claims may have been deleted."""
+    lost: set[Process] = set()  # places that somebody else took first
     for _ in range(MOST_TRIES):
-        taken = _claims(bucket, seal, founded)
-        chosen = name or _free(host, {other for other in taken.values() if other is not None})
-        own = [process.number for process, other in taken.items() if other == chosen]
-        number = own[-1] if own else max(process.number for process in taken) + 1
+        claims, junk = _claims(bucket, seal, founded, lost)
+        claims |= {member.process: member.name for member in present}
+        chosen = name or _free(host, set(claims.values()))
+        own = [process for process, other in claims.items() if other == chosen]
         # What somebody else put there binds nobody, but its place is taken.
-        process = Process(number, max((p.session for p in taken if p.number == number), default=0) + 1)
-        if process.number >= MOST_MEMBERS:
-            raise StoreError(f"store {bucket.url}: {process.number} members have come already; at most {MOST_MEMBERS}")
+        process = next(place for place in _places(max(own or claims), renewed=bool(own)) if place not in junk)
+        if process.number >= MOST_MEMBERS or process.session > MOST_SESSION:
+            raise StoreError(
+                f"store {bucket.url}: no number is left for {chosen}: {len(claims)} processes have come, and "
+                f"{len(junk)} objects in members/ cannot be believed; at most {MOST_MEMBERS} members. Delete the latter"
+            )
         if _claim(bucket, seal, founded.about, process, chosen):
             return process, chosen
+        lost.add(process)
     raise StoreError(f"store {bucket.url}: no number could be taken in {MOST_TRIES} tries; others were always faster")
 
 
-def _claims(bucket: Bucket, seal: Seal, founded: Founded) -> dict[Process, str | None]:
-    """All claims in order, with the names of the members; None for one that cannot be believed."""
-    found: dict[Process, str | None] = {founded.founder.process: founded.founder.name}
-    for process in processes(list(bucket.names("members"))):
-        raw = bucket.read(f"members/{process}") or b""
-        found.setdefault(process, None)
+def _places(last: Process, *, renewed: bool) -> Iterator[Process]:
+    """The processes that may come after the last one: of the same member, or the first ones of other members."""
+    for ahead in count(1):
+        yield Process(last.number, last.session + ahead) if renewed else Process(last.number + ahead, 1)
+
+
+def _claims(
+    bucket: Bucket, seal: Seal, founded: Founded, lost: Collection[Process]
+) -> tuple[dict[Process, str], set[Process]]:
+    """All claims with the names of the members; and the places of those that cannot be believed. ``lost``: places that
+    a listing may not show yet."""
+    found, junk = {founded.founder.process: founded.founder.name}, set()
+    for process in {*processes(list(bucket.names("members"))), *lost}:
         try:
+            raw = bucket.read(f"members/{process}", MOST_CLAIM) or b""
             message = founded.about.opened(raw, Kind.CLAIM, process.session, seal)
             name = str(parsed(message.body).get("name"))
+            if message.header.sender != process.number or not is_name(name):
+                raise WireError("claim: not of the process whose place it lies in")
         except WireError:
-            continue  # put there by somebody else
-        if message.header.sender == process.number and is_name(name):
+            junk.add(process)  # put there by somebody else
+        else:
             found[process] = name
-    return dict(sorted(found.items()))
+    return found, junk
 
 
 def _claim(bucket: Bucket, seal: Seal, about: About, process: Process, name: str) -> bool:
@@ -212,44 +257,66 @@ def snapshots(bucket: Bucket) -> list[int]:
 
 def read_commit(bucket: Bucket, seal: Seal, about: About, index: int) -> Commit | None:
     """The commit of a round; None if there is none yet."""
-    raw = bucket.read(commit_path(index))
+    raw = bucket.read(commit_path(index), MOST_COMMIT)
     if raw is None:
         return None
     try:
         return Commit.unpack(raw, index, about, seal)
     except WireError as error:
-        raise StoreError(f"store {bucket.url}: the commit of round {index} was refused: {error}") from error
-
-
-def read_message(bucket: Bucket, index: int, named: Named) -> bytes:
-    """A message that a commit names."""
-    message = bucket.read(f"{folder_of(index)}/{named.process}")
-    if message is None:
         raise StoreError(
-            f"store {bucket.url}: round {index}: the message of member {named.number} counts, and was deleted; start "
-            "again, so that a later snapshot is taken"
-        )
-    return message
+            f"store {bucket.url}: the commit of round {index} was refused ({commit_path(index)}): {error}. Somebody "
+            "without the key has written it, or it is damaged: delete it, and put back what was there, if something was"
+        ) from error
+
+
+def is_named(raw: bytes | None, named: Named, seal: Seal) -> bool:
+    """True if this is the message that a commit names."""
+    try:
+        return raw is not None and open_message(raw, seal).seal.hex() == named.seal
+    except WireError:
+        return False
+
+
+def read_message(bucket: Bucket, seal: Seal, index: int, named: Named, most: int | None = None) -> bytes:
+    """A message that a commit names, of ``most`` bytes. Another one in its place is not left out: it would be here, and
+    not where the right one was read."""
+    path = f"{folder_of(index)}/{named.process}"
+    message = bucket.read(path, most)
+    if message is not None and is_named(message, named, seal):
+        return message
+    what = "deleted" if message is None else "replaced"
+    raise DeletedError(
+        f"store {bucket.url}: round {index}: the message of member {named.number} counts, and was {what} ({path}); put "
+        f"it back, or start again when there is a later snapshot. {way_back(index)}"
+    )
 
 
 def commits_from(bucket: Bucket, seal: Seal, about: About, index: int) -> Iterator[tuple[Commit, dict[Process, bytes]]]:
     """The commits from this round on that are there now, each with the messages that it names."""
-    while (commit := read_commit(bucket, seal, about, index)) is not None:
+    while (commit := read_commit(bucket, seal, about, index) or _come_since(bucket, seal, about, index)) is not None:
         raw = {}
         for named in commit.messages:
-            raw[named.process] = read_message(bucket, index, named)
+            raw[named.process] = read_message(bucket, seal, index, named)
         yield commit, raw
         index += 1
-    _refuse_hole(bucket, seal, about, index)
 
 
-def _refuse_hole(bucket: Bucket, seal: Seal, about: About, index: int) -> None:
-    """Refuse to go on from a round without a commit if a later round has one: history would be written anew."""
+def _come_since(bucket: Bucket, seal: Seal, about: About, index: int) -> Commit | None:
+    """The commit of a round that had none a moment ago. If it still has none and a later round has one, it is refused
+    to go on from here: history would be written anew."""
     later = [int(name) for name in bucket.folders("rounds") if _ROUND.fullmatch(name) and int(name) > index]
     for other in later[-LOOKED_AT:]:
-        with suppress(StoreError):  # somebody without the key may have put it there
-            if read_commit(bucket, seal, about, other) is not None:
+        try:
+            is_there = read_commit(bucket, seal, about, other) is not None
+        except StoreError:
+            continue  # somebody without the key may have put it there
+        if is_there:
+            # The others do not stand still: they may have committed both since this round was looked at.
+            commit = read_commit(bucket, seal, about, index)
+            if commit is None:
                 raise MismatchError(
                     f"store {bucket.url}: the commit of round {index} is missing, and round {other} has one: it was "
                     "deleted. Put it back, or start from a copy of the store"
                 )
+            return commit
+    return None

@@ -23,7 +23,7 @@ from overtone.exchange.message import NOBODY, Expected, Header, Kind, Message, u
 from overtone.exchange.pattern import Contribution, Received
 from overtone.exchange.round import Exchanger
 from overtone.exchange.slab_work import SlabWork
-from overtone.swarm.records import Commit, Named, Note, Process
+from overtone.swarm.records import Commit, Named, Note, Process, way_back
 
 FAR = 10.0  # times the median norm of a round's messages: a message that is larger does not count
 FEW = 3  # messages, below which nobody can say which of them is the odd one
@@ -153,16 +153,19 @@ class Lineage:
         if self.anchor.hex() != commit.anchor or tuple(sorted(heard.left_out)) != commit.left_out:
             raise MismatchError(
                 f"round {commit.round}: the anchor here is {self.anchor.hex()}, the commit of member {commit.by} says "
-                f"{commit.anchor}. One of the two machines computes differently, or its memory is damaged: verify the "
-                "store from another machine with `overtone replay --verify`"
+                f"{commit.anchor}. One of the two machines computes differently, or its memory is damaged, or a commit "
+                "was deleted and written anew: verify the store from another machine with `overtone replay --verify`. "
+                f"If it is the commit that is wrong, stop member {commit.by}. {way_back(commit.round)}"
             )
 
 
 def far_outside(norms: Mapping[int, float]) -> dict[int, str]:
     """By number: why a message is too far outside the others to count."""
-    if len(norms) < FEW:
+    # Who has nothing to say, as at the end of a run, does not say either what is usual.
+    some = [norm for norm in norms.values() if norm > 0]
+    if len(some) < FEW:
         return {}
-    usual = median(norms.values())
+    usual = median(some)
     return {
         number: f"its norm is {norm:.3g}, the median of the round is {usual:.3g}; at most {FAR:g} times that counts"
         for number, norm in norms.items()

@@ -67,13 +67,13 @@ def after(members: Sequence[Member], posts: Posts) -> tuple[tuple[Member, ...], 
     for member in members:
         note, join = posts.messages.get(member.number), posts.joins.get(member.number)
         missed = member.missed + 1
-        if note is not None and note.leaves:
+        if join is not None:  # even if its process before speaks in every round: it would keep this one out for ever
+            kept[member.number] = join
+            words.append(f"{member.name} is back, as process {join.session}")
+        elif note is not None and note.leaves:
             words.append(f"{member.name} has left")
         elif note is not None:
             kept[member.number] = replace(member, missed=0, pace=note.pace or member.pace)
-        elif join is not None:
-            kept[member.number] = join
-            words.append(f"{member.name} is back, as process {join.session}")
         elif missed > MOST_MISSED * min(SLOWEST, max(1.0, member.pace / usual if usual else 1.0)):
             words.append(f"{member.name} was not heard of for {missed} rounds, and is no member any more")
         else:

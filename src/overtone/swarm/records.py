@@ -12,7 +12,6 @@ A number in the header says whose message it is, so a message cannot be passed o
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,10 @@ from overtone.exchange.message import NOBODY, Header, Kind, Message, Seal, open_
 RUN = "run"
 COMMIT = "commit"
 MOST_MEMBERS = 1 << 12
+MOST_SESSION = (1 << 32) - 1
 MOST_PACE = 1e6  # seconds of a round
 MOST_NAME = 64  # letters of a member's name
+MOST_COMMIT = 1 << 24  # bytes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NOTE = struct.Struct("<IfBQ")
 NOTE_BYTES = _NOTE.size
@@ -46,6 +47,14 @@ def commit_path(index: int) -> str:
 def snapshot_path(index: int, founder: str = "") -> str:
     """The snapshot before a round. Before round 0, several founders may race: each has its own."""
     return f"snapshots/{index:08d}{founder and '-'}{founder}"
+
+
+def way_back(index: int) -> str:
+    """How to undo a round that cannot be believed, in words."""
+    return (
+        f"To undo round {index}: stop all replicas, delete {folder_of(index)} and the folders of all later rounds, and "
+        "start them again"
+    )
 
 
 def is_name(name: str) -> bool:
@@ -71,7 +80,7 @@ class Process:
         if not (told and number.isdigit() and session.isdigit() and len(name) < 24):
             return None
         found = cls(int(number), int(session))
-        return found if str(found) == name and found.number < MOST_MEMBERS else None
+        return found if _is_process(found.number, found.session) and str(found) == name else None
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,7 @@ class Commit:
             found = cls(
                 index,
                 message.header.sender,
-                tuple(Named(int(n["number"]), int(n["session"]), str(n["seal"])) for n in told["messages"]),
+                tuple(_named(message) for message in told["messages"]),
                 tuple(_member(member) for member in told["members"]),
                 str(told["anchor"]),
                 tuple(int(number) for number in told["left_out"]),
@@ -171,10 +180,21 @@ class Commit:
         return found
 
 
+def _is_process(number: int, session: int) -> bool:
+    return 0 <= number < MOST_MEMBERS and 0 <= session <= MOST_SESSION
+
+
+def _named(told: Mapping[str, Any]) -> Named:
+    number, session = int(told["number"]), int(told["session"])
+    if not _is_process(number, session):
+        raise ValueError(f"message {told}")
+    return Named(number, session, str(told["seal"]))
+
+
 def _member(told: Mapping[str, Any]) -> Member:
     number, session, missed = (int(told[key]) for key in ("number", "session", "missed"))
     name, pace = str(told["name"]), float(told["pace"])
-    if not is_name(name) or not 0 <= number < MOST_MEMBERS or not math.isfinite(pace):
+    if not (is_name(name) and _is_process(number, session) and missed >= 0 and 0 <= pace <= MOST_PACE):
         raise ValueError(f"member {told}")
     return Member(number, session, name, missed, pace)
 
@@ -199,6 +219,15 @@ class About:
         if (header.run, header.schema, header.round) != (self.run, self.schema, index):
             raise WireError(f"{kind.name.lower()}: of another run, model or round; it was put there from elsewhere")
         return message
+
+
+def is_sealed(raw: bytes, seal: Seal) -> bool:
+    """True if somebody with the key has written this object. Where it belongs is not checked."""
+    try:
+        open_message(raw, seal)
+    except WireError:
+        return False
+    return True
 
 
 def parsed(body: bytes) -> dict[str, Any]:
