@@ -565,6 +565,7 @@ def test_what_a_later_message_has_sent_is_not_owed_again(place: str, caplog: pyt
 
 def test_training_goes_on_while_the_store_fails(place: str) -> None:
     first, second = gathered(place, 2)
+    settle([first, second])  # with a message on its way, `first` could not take so many steps more
     index, failing = first.rounds, threading.Event()
     failing.set()
     ask = Bucket._ask

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 INSTALL = "pip install 'overtone[swarm]'"
 KINDS = "a folder, s3://bucket/path, gs://bucket/path, az://account/container/path or memory://name"
+PAGE = 1000  # objects that a storage lists, or deletes, in one request
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 _memories: dict[str, ObjectStore] = {}  # by name: several buckets of one process may share one, as tests do
 
@@ -33,12 +35,13 @@ class Bucket:
     waiting for.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, new: bool = True) -> None:
+        """``new``: the place may be a new one. Otherwise a folder that does not exist is refused, and not made."""
         self.url = url
         self.count = Count()
         self.requests = 0
         self._lock = threading.Lock()
-        self._store = _open(url)
+        self._store = _open(url, new)
 
     def create(self, path: str, data: bytes) -> bool:
         """Write an object that is not there yet. Returns False if another one is there.
@@ -58,15 +61,17 @@ class Bucket:
         won = self._ask(f"create {path}", put, up=len(data))
         return won or self.read(path) == data
 
-    def read(self, path: str) -> bytes | None:
-        """The bytes of an object; None if it is not there."""
+    def read(self, path: str, most: int | None = None) -> bytes | None:
+        """The bytes of an object; None if it is not there. One of more than ``most`` bytes was put there by somebody
+        else: it is not fetched, and reads as an empty one, which nobody believes."""
         import obstore
 
         def get() -> bytes | None:
             try:
-                return bytes(obstore.get(self._store, path).bytes())
+                found = obstore.get(self._store, path)
             except FileNotFoundError:
                 return None
+            return b"" if most is not None and found.meta["size"] > most else bytes(found.bytes())
 
         found = self._ask(f"read {path}", get)
         self._add(Count(received=len(found or b"")))
@@ -86,6 +91,18 @@ class Bucket:
         listed = self._ask(f"list {folder}", lambda: obstore.list_with_delimiter(self._store, f"{folder}/"))
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in listed["common_prefixes"])
 
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """The paths of all objects below a folder, however deep, with their sizes; by default of all that there are."""
+        import obstore
+
+        def walk() -> dict[str, int]:
+            batches = obstore.list(self._store, folder or None, chunk_size=PAGE)
+            return {str(entry["path"]): int(entry["size"]) for batch in batches for entry in batch}
+
+        found = self._ask(f"list {folder}", walk)
+        self._add(Count(), requests=len(found) // PAGE)
+        return found
+
     def remove(self, path: str) -> None:
         """Delete an object. If it is not there, nothing happens."""
         import obstore
@@ -97,6 +114,21 @@ class Bucket:
                 return
 
         self._ask(f"delete {path}", delete)
+
+    def remove_all(self, paths: Sequence[str]) -> None:
+        """Delete several objects, with few requests where the storage can do that."""
+        import obstore
+
+        def delete(some: Sequence[str]) -> None:
+            with suppress(FileNotFoundError):  # of a folder only: it stops at the first that is not there
+                obstore.delete(self._store, some)
+                return
+            for path in some:
+                self.remove(path)
+
+        for begin in range(0, len(paths), PAGE):
+            some = paths[begin : begin + PAGE]
+            self._ask(f"delete {some[0]} and others", lambda some=some: delete(some))  # type: ignore[misc]
 
     def _ask(self, what: str, request: Callable[[], T], *, up: int = 0) -> T:
         self._add(Count(sent=up), requests=1)
@@ -112,7 +144,7 @@ class Bucket:
             self.requests += requests
 
 
-def _open(url: str) -> ObjectStore:
+def _open(url: str, new: bool) -> ObjectStore:
     try:
         from obstore import store
     except ImportError as error:
@@ -123,7 +155,10 @@ def _open(url: str) -> ObjectStore:
         return _memories.setdefault(url, store.MemoryStore())
     try:
         if url.startswith("file://") or not _SCHEME.match(url):
-            return store.LocalStore(Path(url.removeprefix("file://")).absolute(), mkdir=True)
+            path = Path(url.removeprefix("file://")).absolute()
+            if not new and not path.is_dir():
+                raise FileNotFoundError("no such folder")
+            return store.LocalStore(path, mkdir=True)
         return store.from_url(url)
     except Exception as error:  # obstore raises errors of many kinds for a place that makes no sense
         why = shortened(str(error).partition("\n")[0])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from overtone.errors import MismatchError, StoreError, WireError
-from overtone.exchange.description import Description, compare_described
+from overtone.errors import StoreError, WireError
+from overtone.exchange.description import Description, schema_of
 from overtone.exchange.message import Kind, Seal, seal_message
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.leases import Leases
@@ -21,22 +20,19 @@ from overtone.swarm.records import (
     MOST_MEMBERS,
     RUN,
     About,
-    Commit,
     Member,
-    Named,
     Process,
-    commit_path,
-    folder_of,
     is_name,
+    packed_snapshot,
     parsed,
     processes,
     snapshot_path,
 )
 
-NOT_READ = "what the store says cannot be believed: {why}. Give the key of this run (OVERTONE_KEY), or another store"
+NOT_READ = (
+    "what its object `run` says cannot be believed: {why}. Give the key of this run (OVERTONE_KEY), or another store"
+)
 MOST_TRIES = 100  # to take a number
-LOOKED_AT = 3  # of the last rounds, for a commit that should not be there
-_ROUND = re.compile("[0-9]{8}")
 _nobody = About()
 
 
@@ -57,7 +53,6 @@ def found(
     bucket: Bucket,
     seal: Seal,
     description: Description,
-    schema: bytes,
     tensors: Mapping[str, Tensor],
     anchor: str,
     name: str,
@@ -68,7 +63,7 @@ def found(
 
     Returns the id that the run has if this process founded it.
     """
-    about = About(os.urandom(8), schema)
+    about = About(os.urandom(8), schema_of(description))
     snapshot = snapshot_path(0, about.run.hex())
     bucket.create(snapshot, packed_snapshot(seal, about, 0, tensors, 0))
     told = {
@@ -86,17 +81,17 @@ def found(
     return about.run
 
 
-def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description) -> Founded | None:
-    """The run that the store has; None if it has none. Refuses one that is not of this model and method."""
+def read_run(bucket: Bucket, seal: Seal) -> Founded | None:
+    """The run that the store has; None if it has none."""
     raw = bucket.read(RUN)
     if raw is None:
         return None
     try:
         told = parsed(_nobody.opened(raw, Kind.RUN, 0, seal).body)
-        about = About(bytes.fromhex(told["run"]), schema)
-        founded = Founded(
-            about,
-            told["description"],
+        description = dict(told["description"])
+        return Founded(
+            About(bytes.fromhex(told["run"]), schema_of(description)),
+            description,
             str(told["snapshot"]),
             str(told["anchor"]),
             Member(0, 1, str(told["name"])),
@@ -105,8 +100,6 @@ def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description
         )
     except (KeyError, TypeError, ValueError, WireError) as error:
         raise StoreError(f"store {bucket.url}: {NOT_READ.format(why=error)}") from error
-    compare_described(f"the run in {bucket.url}", founded.description, description)
-    return founded
 
 
 # -- the identity of a process -------------------------------------------------------------------------------------
@@ -132,16 +125,19 @@ def _claims(bucket: Bucket, seal: Seal, founded: Founded) -> dict[Process, str |
     """All claims in order, with the names of the members; None for one that cannot be believed."""
     found: dict[Process, str | None] = {founded.founder.process: founded.founder.name}
     for process in processes(list(bucket.names("members"))):
-        raw = bucket.read(f"members/{process}") or b""
         found.setdefault(process, None)
-        try:
-            message = founded.about.opened(raw, Kind.CLAIM, process.session, seal)
-            name = str(parsed(message.body).get("name"))
-        except WireError:
-            continue  # put there by somebody else
-        if message.header.sender == process.number and is_name(name):
-            found[process] = name
+        with suppress(WireError):  # put there by somebody else
+            found[process] = claimed(bucket, seal, founded.about, process)
     return dict(sorted(found.items()))
+
+
+def claimed(bucket: Bucket, seal: Seal, about: About, process: Process) -> str:
+    """The name of the member for which this process has come. Raises `WireError` if that cannot be believed."""
+    message = about.opened(bucket.read(f"members/{process}") or b"", Kind.CLAIM, process.session, seal)
+    name = str(parsed(message.body).get("name"))
+    if message.header.sender != process.number or not is_name(name):
+        raise WireError("claim: not of the process whose place it lies in")
+    return name
 
 
 def _claim(bucket: Bucket, seal: Seal, about: About, process: Process, name: str) -> bool:
@@ -153,78 +149,3 @@ def _claim(bucket: Bucket, seal: Seal, about: About, process: Process, name: str
 
 def _free(host: str, taken: set[str]) -> str:
     return next(name for number in range(1, len(taken) + 2) if (name := f"{host}-{number}") not in taken)
-
-
-# -- snapshots and commits -----------------------------------------------------------------------------------------
-
-
-def packed_snapshot(seal: Seal, about: About, index: int, tensors: Mapping[str, Tensor], sender: int) -> bytes:
-    """The shared state before a round, as it is stored."""
-    import safetensors.torch
-
-    body = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    return seal_message(about.header(Kind.SNAPSHOT, sender, index), body, seal)
-
-
-def read_snapshot(bucket: Bucket, seal: Seal, about: About, index: int, path: str) -> dict[str, Tensor]:
-    """The shared state before a round. Raises `WireError` if it is not there or cannot be believed."""
-    import safetensors.torch
-
-    raw = bucket.read(path)
-    if raw is None:
-        raise WireError(f"snapshot {path}: it is not there")
-    message = about.opened(raw, Kind.SNAPSHOT, index, seal)
-    try:
-        return safetensors.torch.load(message.body)
-    except Exception as error:  # safetensors raises errors of its own kind
-        raise WireError(f"snapshot {path}: {error!r}; it is corrupt") from error
-
-
-def snapshots(bucket: Bucket) -> list[int]:
-    """The rounds that have a snapshot, the newest first, without the first weights."""
-    return sorted((int(name) for name in bucket.names("snapshots") if _ROUND.fullmatch(name)), reverse=True)
-
-
-def read_commit(bucket: Bucket, seal: Seal, about: About, index: int) -> Commit | None:
-    """The commit of a round; None if there is none yet."""
-    raw = bucket.read(commit_path(index))
-    if raw is None:
-        return None
-    try:
-        return Commit.unpack(raw, index, about, seal)
-    except WireError as error:
-        raise StoreError(f"store {bucket.url}: the commit of round {index} was refused: {error}") from error
-
-
-def read_message(bucket: Bucket, index: int, named: Named) -> bytes:
-    """A message that a commit names."""
-    message = bucket.read(f"{folder_of(index)}/{named.process}")
-    if message is None:
-        raise StoreError(
-            f"store {bucket.url}: round {index}: the message of member {named.number} counts, and was deleted; start "
-            "again, so that a later snapshot is taken"
-        )
-    return message
-
-
-def commits_from(bucket: Bucket, seal: Seal, about: About, index: int) -> Iterator[tuple[Commit, dict[Process, bytes]]]:
-    """The commits from this round on that are there now, each with the messages that it names."""
-    while (commit := read_commit(bucket, seal, about, index)) is not None:
-        raw = {}
-        for named in commit.messages:
-            raw[named.process] = read_message(bucket, index, named)
-        yield commit, raw
-        index += 1
-    _refuse_hole(bucket, seal, about, index)
-
-
-def _refuse_hole(bucket: Bucket, seal: Seal, about: About, index: int) -> None:
-    """Refuse to go on from a round without a commit if a later round has one: history would be written anew."""
-    later = [int(name) for name in bucket.folders("rounds") if _ROUND.fullmatch(name) and int(name) > index]
-    for other in later[-LOOKED_AT:]:
-        with suppress(StoreError):  # somebody without the key may have put it there
-            if read_commit(bucket, seal, about, other) is not None:
-                raise MismatchError(
-                    f"store {bucket.url}: the commit of round {index} is missing, and round {other} has one: it was "
-                    "deleted. Put it back, or start from a copy of the store"
-                )

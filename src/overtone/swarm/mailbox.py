@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from overtone.errors import StoreError
 from overtone.swarm.bucket import Bucket
-from overtone.swarm.records import COMMIT, Process, folder_of
+from overtone.swarm.records import COMMIT, MOST_COMMIT, Process, folder_of
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ LOOKS = 20  # into the folder of a round, in the usual time of a round
 SOONEST, LATEST = 0.05, 10.0  # seconds between two looks
 UNKNOWN = 0.25  # seconds between two looks, before the time of a round is known
 LONGEST_BACKOFF = 30.0  # seconds until a store that failed is asked again
-MOST_COMMIT = 1 << 24  # bytes
 MOST_AHEAD = 8  # rounds that are fetched before the replica has absorbed them
 
 
