@@ -880,6 +880,22 @@ def test_who_catches_up_while_it_is_pruned_goes_on_from_a_later_snapshot(made: M
         assert newcomer_at(store, made).fingerprint == made.prints[made.last]
 
 
+def test_who_meets_a_message_that_was_replaced_goes_on_from_a_later_snapshot(made: Made, store: Path) -> None:
+    """Left out, it would lead to another anchor than where the right one was heard."""
+    path = message_of(store, 1, 0)
+    path.write_bytes(message_of(store, 2, 0).read_bytes())
+    one = observer(store)
+    one.begin(from_start=True)
+    while (step := one.advance()) is not None:
+        assert one.fingerprint == made.prints[step.commit.round]
+        assert step.commit.round in (0, *range(max(made.prints) // SNAPSHOTS * SNAPSHOTS, made.last + 1))
+    assert one.rounds == made.last + 1
+    for file in (store / "snapshots").glob("0000????"):
+        file.unlink()
+    with pytest.raises(DeletedError, match=rf"message of member 0 counts, and was replaced \(.*{path.name}"):
+        replay_to(observer(store), 1)
+
+
 def test_a_replica_that_was_asleep_does_not_write_history_anew(made: Made, store: Path) -> None:
     """It finds the commits of the rounds that it has missed, but not their messages, and says what to do."""
     cut(store, 5)
