@@ -896,6 +896,20 @@ def test_who_meets_a_message_that_was_replaced_goes_on_from_a_later_snapshot(mad
         replay_to(observer(store), 1)
 
 
+def test_the_log_of_an_observer_tells_of_rounds_that_were_pruned(made: Made, store: Path, tmp_path: Path) -> None:
+    """What they have cost is not known any more, and not in the sums."""
+    pruned(store, 1)
+    folder = tmp_path / "seen"
+    followed(store, folder, from_start=True)
+    seen = [line["observed"] for line in logged(folder, "start", "resume")]
+    assert [(one["from_round"], one["costs_from"]) for one in seen] == [(0, 0), (12, 7)]
+    (finish,) = logged(folder, "finish")
+    followed(made.url, tmp_path / "whole", from_start=True)
+    whole = {line["index"]: line["bytes_sent"] for line in logged(tmp_path / "whole", "round")}
+    assert finish["bytes_sent"] == sum(sent for index, sent in whole.items() if index >= 7)
+    assert finish["anchor_fingerprint"] == made.prints[made.last]
+
+
 def test_a_replica_that_was_asleep_does_not_write_history_anew(made: Made, store: Path) -> None:
     """It finds the commits of the rounds that it has missed, but not their messages, and says what to do."""
     cut(store, 5)

@@ -153,7 +153,8 @@ class Observed(TypedDict):
     run: str
     """The id of the run, in hexadecimal."""
     from_round: int
-    """The first round that this session replays: that of the snapshot with which it begins."""
+    """The first round that is replayed: that of the snapshot with which it begins. If rounds were pruned before they
+    could be replayed, a "resume" tells it anew."""
     costs_from: int
     """The first round whose bytes are counted. Those before `from_round` are counted as the store lists them, without
     being read, so that wishes to join are among them. It is above 0 if the rounds before it were pruned."""

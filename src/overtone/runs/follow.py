@@ -124,6 +124,7 @@ class _Session:
         steps = self.observer.method.every or 1
         self.every = self.how.eval_every or max(1, eval_every // steps)
         self._validated = -1  # rounds at the last validation
+        self._expected = 0  # the round that comes next
         self._tally = Tally(self.observer, self.timer)
         self._pause = Pause(lambda: bool(self.stop.name))
         self._since = time.monotonic()  # when the last commit was followed
@@ -137,17 +138,20 @@ class _Session:
         earlier = log.last(self.folder, "eval") if resumes else None
         if earlier is not None:
             self.timer.load_state_dict({"units": 0, "seconds": float(earlier["seconds"])})
-        costs_from = self._tally.begin()
         sinks = trackers.sinks(self.folder, self.how.track, observer.steps)
         self.recorder.open(log.RunLog(self.folder, [*sinks, View(Console(stderr=True))]))
-        about = self._beginning(costs_from)
+        about = self._beginning(observer.rounds)
         self._tally.add_own("setup")
         if resumes:
-            self.recorder.resume(about, from_replicas=about["environment"]["world"], folded=False)
+            self._resume(about)
         else:
             self.recorder.start(about)
 
-    def _beginning(self, costs_from: int) -> Beginning:
+    def _resume(self, about: Beginning) -> None:
+        self.recorder.resume(about, from_replicas=about["environment"]["world"], folded=False)
+
+    def _beginning(self, index: int) -> Beginning:
+        """What is known before round ``index``, the first that is replayed."""
         observer, world = self.observer, _size(self.observer)
         config = replace(self.config, replicas=world, out=self.folder)
         about = beginning(config, self.task, observer, [], self.folder)
@@ -156,10 +160,11 @@ class _Session:
         about["observed"] = Observed(
             store=observer.archive.url,
             run=observer.archive.about.run.hex(),
-            from_round=observer.rounds,
-            costs_from=costs_from,
+            from_round=index,
+            costs_from=self._tally.begin(index),
             host=log.this_host(observer.device),
         )
+        self._expected = index
         return about
 
     # -- following -------------------------------------------------------------------------------------------------
@@ -231,6 +236,9 @@ class _Session:
     def _record(self, followed: Followed, seconds: float) -> None:
         """Write what a round has cost, and validate if it is time."""
         observer, commit = self.observer, followed.commit
+        if commit.round != self._expected:  # those between were pruned, and nobody knows what they have cost
+            self._resume(self._beginning(commit.round))
+        self._expected += 1
         cost = self._tally.add(followed)
         self.timer.seconds["rounds"] += seconds
         self.recorder.exchanged(

@@ -22,10 +22,10 @@ class Tally:
         self._told: dict[int, int] = {}  # by member: local steps that its last message told
         self._received = 0  # bytes from the store, as far as they are in the ledger
 
-    def begin(self) -> int:
-        """Count the rounds before the first one that is followed. Returns the first round that is counted."""
-        cost, first = _earlier(self.observer.archive, self.observer.rounds)
-        self.observer.transport.ledger.add("rounds", cost)
+    def begin(self, index: int) -> int:
+        """Count only the rounds before this one, as far as the store has them. Returns the first one."""
+        cost, first = _earlier(self.observer.archive, index)
+        self.observer.transport.ledger.counts["rounds"] = cost
         return first
 
     def add(self, followed: Followed) -> Count:
