@@ -23,7 +23,8 @@ from typing import Any
 
 SECONDS = 300  # only there to end a hang, on however busy a machine
 MODULES = (
-    "cli.bench", "cli.demo", "cli.export", "cli.plan", "cli.report", "cli.simulate", "cli.spectrum", "cli.train",
+    "cli.bench", "cli.demo", "cli.export", "cli.follow", "cli.plan", "cli.prune", "cli.replay", "cli.report",
+    "cli.simulate", "cli.spectrum", "cli.train",
     "runs.open_run", "tasks.image.task", "tasks.text.task", "bench.codec",
 )  # fmt: skip
 

@@ -23,9 +23,10 @@ pytest.importorskip("tyro")
 import overtone
 from forked import Forks, shared
 from overtone.bench import options as bench
-from overtone.cli import demo, plan
+from overtone.cli import demo, plan, prune, replay
 from overtone.report.comparison import Comparison
 from overtone.runs import config
+from overtone.runs.follow import Following
 from overtone.tasks import Image, Language, TaskOptions
 from running import surroundings
 
@@ -51,7 +52,7 @@ def line(words: str, *told: str, status: int = 2, **env: str) -> Line:
 
 MAY_BE_ZERO = {"delay", 
     "warmup", "weight_decay", "latency", "step_seconds", "port", "seed", "skew", "crop", "momentum", "decay", "carry",
-    "drain", "spectrum", "first_rounds",
+    "drain", "spectrum", "first_rounds", "until_round", "round",
 }  # fmt: skip
 MAY_BE_ENDLESS = {"clip"}
 GROUPS: dict[tuple[str, ...], tuple[type, ...]] = {  # whose numbers are flags of which command
@@ -61,6 +62,9 @@ GROUPS: dict[tuple[str, ...], tuple[type, ...]] = {  # whose numbers are flags o
     ("compare",): (Comparison,),
     ("demo",): (demo.Demo,),
     ("plan",): (plan.Plan,),
+    ("follow", "STORE"): (Following,),
+    ("replay", "STORE", "--verify"): (replay.Replay,),
+    ("prune", "STORE", "--keep-rounds=1"): (prune.Prune,),
     ("bench", "codec"): (bench.CodecBench,),
     ("bench", "train"): (bench.TrainBench,),
 }  # fmt: skip
@@ -190,7 +194,7 @@ ODD = [
     line("report DEEPLOG", "the log has no beginning"),
     line("report /dev/zero", "/dev/zero"),
     line("report EMPTY", "the log has no beginning"),
-    line("report FOREIGN", "has no time, which format 3 of the run log requires; make the run again"),
+    line("report FOREIGN", "has no time, which format 4 of the run log requires; make the run again"),
     line("export RUN RUN", "exists already"),
     line("export nofile model", "export nofile: no run there"),
     line("train --resume nofile", "resume nofile: no run there"),
@@ -225,6 +229,18 @@ ODD = [
     line("bench codec --bits 3", "bits=3"),
     line("bench codec --json nowhere/x.json", "json nowhere/x.json: there is no directory"),
     line("plan --method nope", "method 'nope': unknown"),
+    line("follow", "STR"),
+    line("follow nofolder", "store nofolder: cannot be opened", "no such folder", status=1),
+    line("follow RUN", "store RUN: no run lives there", status=1),
+    line("follow ftp://x/y", "cannot be opened", "give a folder, s3://", status=1),
+    line("follow RUN --device gpu", "'gpu'", "cuda"),
+    line("replay RUN", "replay: give either --export FOLDER or --verify"),
+    line("replay RUN --verify", "store RUN: no run lives there", status=1),
+    line("replay RUN --verify --json no/such/x.json", "there is no directory no/such"),
+    line("replay RUN --verify --round 3", "round=3: --verify checks all rounds"),
+    line("replay RUN --export RUN", "exists already"),
+    line("prune RUN", "--keep-rounds"),
+    line("prune RUN --keep-rounds 3", "store RUN: no run lives there", status=1),
     line("plan --model nope", "model 'nope'"),
     Line(("simulate", "--data", "\udcff\udcfe.txt"), ("--data \\udcff\\udcfe.txt: not UTF-8",)),
     Line(("report", "RUN", "--title", "\udcff"), ("not UTF-8",)),

@@ -21,12 +21,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": {"core", "coding", "common"},
     "runs": {"core", "exchange", "coding", "world", "sim", "swarm", "common", "tasks"},
     "report": {"core", "sim", "common", "tasks", "runs"},
-    "cli": {"core", "exchange", "coding", "world", "sim", "common", "tasks", "runs", "report", "bench"},
+    "cli": {"core", "exchange", "coding", "world", "sim", "swarm", "common", "tasks", "runs", "report", "bench"},
     "bench": {"core", "exchange", "coding", "world", "sim", "common", "tasks", "runs"},
 }
 SCIENCE = ("core", "coding", "exchange", "world", "sim", "swarm")  # needs nothing but torch
 # Of the extra "swarm", imported when a store is used: the storage, and the format of snapshots.
-STORES = {"swarm.bucket": {"obstore"}, "swarm.founding": {"safetensors"}}
+STORES = {"swarm.bucket": {"obstore"}, "swarm.records": {"safetensors"}}
 FLAT = {"methods", "rules", "codec", "replica", "transport", "ledger", "errors", "version", "__init__", "__main__"}
 # Who may import torch.distributed: whoever joins a world of processes or carries messages in it.
 TOUCHES_DISTRIBUTED = {"world.process_group", "world.join"}

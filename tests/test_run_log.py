@@ -29,11 +29,12 @@ STAMP = "event step time"
 COST = "bytes_sent bytes_received hops units seconds simulated_seconds?"
 EVALUATION = "metrics losses? drift? metrics_average?"
 BEGINNING = (
-    "format folder simulated method numbers consensus parameters steps unit units_per_step data config environment"
+    "format folder simulated method numbers consensus parameters steps unit units_per_step data config environment "
+    "observed?"
 )
-# Every event of format 3 with all its fields; a question mark: optional. A change needs a new number in events.FORMAT,
+# Every event of format 4 with all its fields; a question mark: optional. A change needs a new number in events.FORMAT,
 # a way to read the old number in runs/log.py, and then a change here.
-FROZEN_FORMAT = 3
+FROZEN_FORMAT = 4
 FROZEN = {
     "start": f"{STAMP} {BEGINNING}",
     "resume": f"{STAMP} {BEGINNING} from_replicas folded",
@@ -49,6 +50,7 @@ FROZEN = {
     "anchor_fingerprint bytes shares seconds_starting sample",
     "Environment": "overtone python versions commit platform? world hosts? command",
     "Host": "host device name threads cores",
+    "Observed": "store run from_round costs_from host",
     "PhaseCount": "sent received waiting hops",
     "InFlight": "steps sent received hops",
 }
@@ -60,7 +62,7 @@ def keys(kind: Any) -> set[str]:
 
 def test_the_format_is_frozen() -> None:
     assert events.FORMAT == FROZEN_FORMAT
-    tables = (events.Environment, events.Host, events.PhaseCount, events.InFlight)
+    tables = (events.Environment, events.Host, events.Observed, events.PhaseCount, events.InFlight)
     schema = {**events.EVENTS, **{kind.__name__: kind for kind in tables}}
     assert {name: keys(kind) for name, kind in schema.items()} == {k: set(v.split()) for k, v in FROZEN.items()}
 
@@ -215,7 +217,7 @@ def test_a_log_that_was_cut_reads_as_if_it_had_not_been(tmp_path: Path) -> None:
         log.read(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("number", [4, -1, "1", True, None, 1.0, [1]])
+@pytest.mark.parametrize("number", [5, -1, "1", True, None, 1.0, [1]])
 def test_a_format_that_nobody_knows_is_refused_in_words(number: Any, tmp_path: Path) -> None:
     """In the middle of a log too: a later version may have gone on with it."""
     for lines in ([opening(format=number)], [opening(), saved(3), opening("resume", 3, format=number)]):
@@ -226,7 +228,8 @@ def test_a_format_that_nobody_knows_is_refused_in_words(number: Any, tmp_path: P
             words = str(refused.value)
             assert f"run.jsonl: line {len(lines)}: run log of format {number!r}; overtone " in words
             assert (
-                "reads formats 0, 1, 2 and 3. Use the version of overtone that wrote it, or make the run again" in words
+                "reads formats 0, 1, 2, 3 and 4. Use the version of overtone that wrote it, or make the run again"
+                in words
             )
 
 
@@ -235,7 +238,7 @@ def test_a_run_whose_log_has_another_format_is_not_resumed(text: str, tmp_path: 
     open_run(real, overtone.Solo(), resume=False).run()
     assert real.out is not None
     file = real.out / log.NAME
-    file.write_text(file.read_text().replace('"format": 3', '"format": 7'))
+    file.write_text(file.read_text().replace(f'"format": {events.FORMAT}', '"format": 7'))
     before = file.read_bytes()
     with pytest.raises(RunLogError, match="run log of format 7"):
         open_run(real, overtone.Solo(), resume=True)
@@ -306,6 +309,15 @@ def test_logs_of_format_1_are_read(text: str, tmp_path: Path) -> None:
     assert all(math.isnan(event["rounds"]) for event in before.evals[:-1])
     assert table.as_csv(standings.groups([before])) == table.as_csv(standings.groups([now]))
     assert page_data.data(standings.groups([before]), title="")["groups"][0]["rows"]
+
+
+def test_logs_of_format_3_are_read(text: str, tmp_path: Path) -> None:
+    """Nobody observed a run then; all else is as it is now."""
+    _, virtual = configs(text, tmp_path)
+    simulate(virtual)
+    lines = raw(tmp_path / "virtual")
+    lines[0]["format"] = 3
+    assert log.read(write(tmp_path / "before", *lines)) == log.read(tmp_path / "virtual")
 
 
 def test_the_round_in_flight_at_the_end_is_a_round(text: str, tmp_path: Path) -> None:

@@ -101,6 +101,21 @@ def test_of_all_who_create_an_object_one_wins(url: str) -> None:
     assert bucket.count("a").received == 2
 
 
+def test_objects_are_listed_deleted_and_read_with_a_limit(url: str) -> None:
+    bucket = Bucket(url)
+    for path, raw in (("a/b/c", b"123"), ("a/d", b"12"), ("e", b"1")):
+        bucket.create(path, raw)
+    assert bucket.sizes() == {"a/b/c": 3, "a/d": 2, "e": 1}
+    assert bucket.sizes("a") == {"a/b/c": 3, "a/d": 2}
+    assert bucket.sizes("nothing") == {}
+    assert bucket.read("a/b/c", 3) == b"123"
+    assert bucket.read("a/b/c", 2) == b""  # not fetched
+    assert bucket.count().received == 3
+    bucket.remove_all(["a/b/nothing", "a/b/c", "a/d"])
+    bucket.remove_all([])
+    assert bucket.sizes() == {"e": 1}
+
+
 @pytest.mark.parametrize("wrong", ["", "ftp://x/y", "s3://", "/proc/version/x"])
 def test_a_place_that_is_none_is_refused_in_words(wrong: str) -> None:
     with pytest.raises(StoreError, match="store"):

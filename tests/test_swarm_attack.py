@@ -20,7 +20,7 @@ from obstore.store import ObjectStore
 from overtone import MismatchError, Replica, Round, StateError, StoreError
 from overtone.errors import WireError
 from overtone.exchange.message import HEADER_BYTES, Kind, Seal, open_message, seal_message
-from overtone.swarm import founding, mailbox, members
+from overtone.swarm import mailbox, members
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.lineage import far_outside
 from overtone.swarm.mailbox import Mailbox
@@ -183,8 +183,7 @@ def test_a_replica_that_is_no_member_any_more_still_sends_what_it_owes_at_its_en
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(second.finish)
         train(first, batches(0), done.done)
-    bucket, course = Bucket(place), course_of(second)
-    last = founding.read_commit(bucket, course.seal, course.about, done.result()[-1].index)
+    last = course_of(second).follower.archive.commit(done.result()[-1].index)
     assert last is not None
     assert last.notes == ("m1 has left",)
     assert 1 in [named.number for named in last.messages]

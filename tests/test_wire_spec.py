@@ -28,7 +28,7 @@ VERDICT: dict = json.loads((VECTORS / "fingerprints.json").read_text())["verdict
 # --- The decoder: section 1, messages ---------------------------------------------------------------------------------
 
 HEADER = struct.Struct("<4sBBHIIQ8s8s8s8s")
-KINDS = range(14)
+KINDS = range(15)
 KEYED = 0x80
 KEEP = 96  # of a method whose `keep` falls with the drift
 
@@ -793,7 +793,7 @@ def test_unexpected_messages_are_refused(name: str) -> None:
         with pytest.raises(ValueError, match=f"another {field}"):
             read_message(write_message(replace(message, **{field: value}), key), key, **expected)
     with pytest.raises(ValueError, match="unknown kind"):
-        read_message(write_message(replace(message, kind=14), key), key)
+        read_message(write_message(replace(message, kind=15), key), key)
     for at, new, reason in ((0, "4f56544d", "magic"), (4, "01", "version"), (16, "ff" * 8, "beyond")):
         broken = put(data[: HEADER.size + len(message.body)], at, new)
         with pytest.raises(ValueError, match=reason):

@@ -27,7 +27,7 @@ This page lists every event and every field of **format {events.FORMAT}**. It is
 
 - The first line of each session, "start" or "resume", carries the number of the format. overtone refuses a log of a
   format that it does not know, and names the file, the line and the formats that it reads.
-- Logs without a number are of format 0: overtone 0.1.0 wrote them. They and logs of formats 1 and 2 are read
+- Logs without a number are of format 0: overtone 0.1.0 wrote them. They and logs of formats 1 to 3 are read
   too. A number that they lack reads as NaN (not known). Logs before format 2 are of runs without a delay, so no seconds
   of an exchange were hidden.
 - A field is always there, unless the table says *optional*; then its text says why. An event without a field that it
@@ -37,6 +37,12 @@ This page lists every event and every field of **format {events.FORMAT}**. It is
 - A number that is not finite is written as NaN or Infinity, as Python's `json` does.
 - After a "resume", readers leave out the earlier lines of later steps, which were lost, and earlier "stop", "fail" and
   "finish" lines.
+- A log with `observed` in its first line is that of an observer of a run in a store (`overtone follow`). It trains
+  nothing, and has no events of training. `step` counts the local steps that the rounds stand for. `bytes_sent` and
+  `bytes_received` are of members: the sizes of the messages and commits in the store, over the members that spoke in
+  the round, and the rest of that round, which each of them had to read. `units` are those that messages tell, of all
+  members that were heard. Seconds are the observer's own. So are, of `bytes`, the phases "setup" and "upkeep": what
+  this session has read from the store. What nobody tells (norms, seconds of trainers) is NaN.
 
 ```python
 from pathlib import Path

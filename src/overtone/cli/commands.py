@@ -75,6 +75,18 @@ COMMANDS = {
     "export": Command(
         "overtone.cli.export", "run_export", "Write the model of a run into a folder that other programs can load.",
     ),
+    "follow": Command(
+        "overtone.cli.follow", "run_follow",
+        "Observe a run in a store: replay its rounds as they come, validate, and write a run log.",
+    ),
+    "replay": Command(
+        "overtone.cli.replay", "run_replay",
+        "Replay a run in a store: export its model as it was after any round, or verify all of it.",
+    ),
+    "prune": Command(
+        "overtone.cli.prune", "run_prune",
+        "Delete old messages and snapshots of a run in a store, which nobody needs to go on.",
+    ),
     "bench codec": Command(
         "overtone.cli.bench", "run_bench_codec",
         "Measure how fast one round is encoded and decoded, against the published code and against memory.",

@@ -48,6 +48,7 @@ class Kind(IntEnum):
     CLAIM = 11  # a process takes a member's number
     COMMIT = 12  # what counts in a round
     SNAPSHOT = 13  # the shared state after some rounds
+    PRUNED = 14  # what lay before a round was deleted on purpose
 
 
 @dataclass(frozen=True)

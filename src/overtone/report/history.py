@@ -177,6 +177,8 @@ class History:
             how = "stopped" if self._stop else "unfinished"
             why = f": {self._stop['why']}" if self._stop else ""
             found.append(f"{how} at step {self.steps_done} of {self.start['steps']}{why}")
+        if "observed" in self.start:
+            found.append(f"seen by an observer from round {self.start['observed']['from_round']} on")
         found += [f"had {fold['from_replicas']} replicas up to step {fold['step']}" for fold in self.folds]
         return found
 
@@ -190,6 +192,8 @@ class History:
 
     def command(self) -> str:
         """The command that makes this run again."""
+        if "observed" in self.start:
+            return shlex.join(["overtone", "follow", self.start["observed"]["store"]])
         base: Simulation | Run = Simulation() if self.simulated else Run()
         given = {key: value for key, value in self.config.items() if value is not None}
         try:

@@ -12,8 +12,8 @@ tests/test_run_log.py holds the list that must not change without a new number.
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-FORMAT = 3
-READABLE = (0, 1, 2, 3)  # format numbers; 0 are the logs of overtone 0.1.0, which carry no number
+FORMAT = 4
+READABLE = (0, 1, 2, 3, 4)  # format numbers; 0 are the logs of overtone 0.1.0, which carry no number
 
 Record = dict[str, Any]  # a line as JSON gives it, before its keys are checked
 
@@ -93,9 +93,10 @@ class Environment(TypedDict):
     platform: NotRequired[str]
     """The operating system. Left out of logs that are published, together with `hosts`."""
     world: int
-    """Processes that train; 1 for a simulation."""
+    """Processes that train; 1 for a simulation. To an observer, the members of the run when it began to look."""
     hosts: NotRequired[list[Host]]
-    """The machine of each process, by rank. Left out of logs that are published: it names machines."""
+    """The machine of each process, by rank. Left out of logs that are published: it names machines. An observer does
+    not know them."""
     command: list[str]
     """The command line."""
 
@@ -144,6 +145,23 @@ class PhaseCount(TypedDict):
     """Messages that had to wait for one another."""
 
 
+class Observed(TypedDict):
+    """Says that the log is one of `overtone follow`, which trains nothing; the beginning of this page says the rest."""
+
+    store: str
+    """Where the run lives."""
+    run: str
+    """The id of the run, in hexadecimal."""
+    from_round: int
+    """The first round that is replayed: that of the snapshot with which it begins. If rounds were pruned before they
+    could be replayed, a "resume" tells it anew."""
+    costs_from: int
+    """The first round whose bytes are counted. Those before `from_round` are counted as the store lists them, without
+    being read, so that wishes to join are among them. It is above 0 if the rounds before it were pruned."""
+    host: Host
+    """The machine of the observer."""
+
+
 class Beginning(TypedDict):
     """Everything that is known before the first step of a session."""
 
@@ -173,6 +191,8 @@ class Beginning(TypedDict):
     """The whole configuration, by the names of flags, with all defaults."""
     environment: Environment
     """Where the run takes place."""
+    observed: NotRequired[Observed]
+    """What the observer of a run in a store saw, if it has written the log. In the logs of trainers it is left out."""
 
 
 # -- the events ------------------------------------------------------------------------------------------------------

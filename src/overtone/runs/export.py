@@ -6,6 +6,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from overtone.errors import CheckpointError, RunError, UnfitRunError
 from overtone.replica import Replica
 from overtone.runs import directory, log, optimizers, toml
@@ -13,7 +15,7 @@ from overtone.runs.checkpoint import format
 from overtone.runs.checkpoint.index import CheckpointId, complete, file_of, present
 from overtone.runs.config import Run
 from overtone.runs.evaluate import evaluate
-from overtone.tasks import load_task, refuse_untrusted
+from overtone.tasks import Task, load_task, refuse_untrusted
 from overtone.transport import Solo
 
 
@@ -27,8 +29,7 @@ def export(
     file named in the run's configuration is executed.
     """
     directory.refuse_unused(run, "export")
-    if folder.exists():
-        raise UnfitRunError(f"export {folder}: exists already; give a new folder")
+    refuse_existing(folder)
     config = toml.load(run / directory.CONFIG, Run())
     if task is not None:
         config = replace(config, task=replace(config.task, task=task))
@@ -42,20 +43,32 @@ def export(
     replica = Replica(model, optimizers.build(model, config.training), config.choice.build(), Solo())
     with format.reading(file, "model or optimizer"):
         format.restore(replica, tree)
+    with replica.anchor() as shared:
+        metrics = write_model(loaded, shared, folder)
+    return checkpoint.step, metrics
+
+
+def refuse_existing(folder: Path) -> None:
+    """Refuse a folder that exists: nothing of it is to be lost, or mixed with the model."""
+    if folder.exists():
+        raise UnfitRunError(f"export {folder}: exists already; give a new folder")
+
+
+def write_model(task: Task, model: nn.Module, folder: Path) -> dict[str, float]:
+    """Write a model into a new folder, the whole folder or nothing. Returns its validation metrics."""
     beside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         beside.mkdir(parents=True)
-        with replica.anchor() as shared:
-            shared.eval()
-            loaded.export(shared, beside)
-            metrics = evaluate(loaded, shared)
+        model.eval()
+        task.export(model, beside)
+        metrics = evaluate(task, model)
         beside.rename(folder)
     except OSError as error:
         raise RunError(f"export {folder}: {error.strerror or error}; nothing was written") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return checkpoint.step, metrics
+    return metrics
 
 
 def _newest(run: Path) -> CheckpointId:

@@ -12,7 +12,7 @@ from rich.table import Column
 
 from overtone.common.limits import human_bytes
 from overtone.errors import printable, visible
-from overtone.runs.events import Event, Finish, Opening, Resume, Train
+from overtone.runs.events import Event, Finish, Observed, Opening, Resume, Stop, Train
 
 SECONDS = 5.0  # between two lines where there is no terminal
 
@@ -33,6 +33,7 @@ class View:
         self.steps = 0
         self.unit = "samples"
         self._said = 0.0
+        self._observed: Observed | None = None  # what an observer says of itself
         self._latest = ""  # words on the newest round
 
     def write(self, event: Event) -> None:
@@ -43,14 +44,15 @@ class View:
             self._resume(event)
         elif event["event"] == "round":
             self._latest = f"round {event['index'] + 1}: {human_bytes(event['bytes_sent'])}"
+            if self._observed is not None:
+                self._show_progress(event["step"], self._latest)
         elif event["event"] == "train":
             self._train(event)
         elif event["event"] == "eval":
             metrics, sent = metrics_line(event["metrics"]), human_bytes(event["bytes_sent"])
             self._say(f"step {event['step']}: {metrics}, {sent} sent")
         elif event["event"] == "stop":
-            again = f"overtone train --resume {escape(event['folder'])} goes on"
-            self._say(f"{event['why']}: saved step {event['step']}; {again}")
+            self._stop(event)
         elif event["event"] == "finish":
             self._finish(event)
 
@@ -60,11 +62,13 @@ class View:
 
     def _start(self, event: Opening) -> None:
         self.steps, self.unit = event["steps"], event["unit"]
+        self._observed = event.get("observed")
         data, world = escape(event["data"]["name"]), event["environment"]["world"]
         place = event["config"].get("store")
         who = f"{world} replica{'s' if world > 1 else ''}" if place is None else f"a replica of {escape(place)}"
+        seen = f"observing {escape(self._observed['store'])}: " if self._observed is not None else ""
         self._say(
-            f"[bold]{event['method']}[/bold] on {data}: {event['parameters']:,} parameters, {who}, "
+            f"{seen}[bold]{event['method']}[/bold] on {data}: {event['parameters']:,} parameters, {who}, "
             f"{self.steps} steps of {event['units_per_step']:,} {self.unit} each"
         )
         self._say(f"run directory: {escape(event['folder'])}")
@@ -93,10 +97,21 @@ class View:
             )
             if part
         )
-        self.bar.update(self.task, completed=event["step"], note=note)
+        self._show_progress(event["step"], note)
+
+    def _show_progress(self, step: int, note: str) -> None:
+        self.bar.update(self.task, completed=step, note=note)
         if not self.console.is_terminal and time.monotonic() - self._said >= SECONDS:
             self._said = time.monotonic()
-            self._say(f"step {event['step']}/{self.steps}  {note}")
+            self._say(f"step {step}/{self.steps}  {note}")
+
+    def _stop(self, event: Stop) -> None:
+        folder = escape(event["folder"])
+        if self._observed is None:
+            self._say(f"{event['why']}: saved step {event['step']}; overtone train --resume {folder} goes on")
+        else:
+            again = f"overtone follow {escape(self._observed['store'])} --out {folder} goes on"
+            self._say(f"{event['why']}: observed up to step {event['step']}; {again}")
 
     def _finish(self, event: Finish) -> None:
         self.bar.update(self.task, completed=event["step"])

@@ -210,6 +210,7 @@ ADDED: dict[int, dict[str, Record]] = {
         "round": {"seconds_hidden": 0.0},
     },
     2: {"round": {"keep": None, "control": ""}},  # no method had a budget
+    3: {},  # nobody observed a run
 }
 
 

@@ -14,7 +14,6 @@ from typing import IO
 
 from overtone.common.machine_errors import in_words
 from overtone.errors import RunError, UnfitRunError
-from overtone.exchange.message import Seal
 from overtone.replica import Replica
 from overtone.runs import directory, log, spectrum, toml
 from overtone.runs.checkpoint.run_state import RunState
@@ -24,11 +23,9 @@ from overtone.runs.leased import LeasedFeed, units_of
 from overtone.runs.open_run import build, fixed_facts
 from overtone.runs.session import Session
 from overtone.runs.stop_signals import StopRequest
-from overtone.runs.stored import agreed_of, settings_of
+from overtone.runs.stored import agreed_of, founded_in, settings_of
 from overtone.runs.timing import RunTimer
 from overtone.sim import rng
-from overtone.swarm import founding
-from overtone.swarm.bucket import Bucket
 from overtone.swarm.store import Store, refuse_unfit
 from overtone.tasks import ShardedFeed, load_task
 from overtone.transport import Solo
@@ -103,8 +100,8 @@ def _own_slot(config: Run, url: str) -> Slot | None:
         if (config.out / log.NAME).exists() or (config.out / directory.CONFIG).exists():
             directory.refuse_unused(config.out, "store")
         return config.out, directory.claim(config.out)
-    found = founding.settings_in(Bucket(url), Seal.with_key(None))
-    for folder in _slots(found[0]) if found is not None else ():
+    found = founded_in(url)
+    for folder in _slots(found.about.run.hex()) if found is not None else ():
         if config.stored.name in (None, folder.name):
             try:
                 return folder, directory.claim(folder)

@@ -30,18 +30,25 @@ from overtone.runs.events import (
 from overtone.runs.log import RunLog
 from overtone.runs.loop import Step
 from overtone.runs.timing import RunTimer
+from overtone.swarm.observer import Observer
 from overtone.tasks import Task
 
 
 class RunRecorder:
-    """The events of one run, as ``replica`` sees it: replica 0 in a simulation, its own one in a process.
+    """The events of one run, as ``replica`` sees it: replica 0 in a simulation, its own one in a process. Of a
+    run in a store it may be an observer.
 
     Every process has a recorder; that of replica 0 gets a log (`open`), the others write nothing. ``virtual_clock``
     gives the virtual seconds of a simulation.
     """
 
     def __init__(
-        self, replica: Replica, timer: RunTimer, *, steps: int, virtual_clock: Callable[[], float] | None = None
+        self,
+        replica: Replica | Observer,
+        timer: RunTimer,
+        *,
+        steps: int,
+        virtual_clock: Callable[[], float] | None = None,
     ) -> None:
         self.replica = replica
         self.timer = timer
@@ -83,6 +90,10 @@ class RunRecorder:
                 self._write(self._round(done))
         if due:
             self._write(self._train(step))
+
+    def exchanged(self, done: Round) -> None:
+        """A round that was no part of a local step here."""
+        self._write(self._round(done))
 
     def evaluation(self, found: Evaluation) -> None:
         """A validation before the end of training."""
@@ -224,7 +235,9 @@ class RunRecorder:
         }
 
 
-def beginning(config: Run | Simulation, task: Task, replica: Replica, hosts: Sequence[Host], folder: Path) -> Beginning:
+def beginning(
+    config: Run | Simulation, task: Task, replica: Replica | Observer, hosts: Sequence[Host], folder: Path
+) -> Beginning:
     """Everything that is known before the first step."""
     training = config.training
     return {

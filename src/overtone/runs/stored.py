@@ -13,8 +13,8 @@ from overtone.errors import ConfigError, shortened
 from overtone.exchange.message import Seal
 from overtone.runs import toml
 from overtone.runs.config import Run, Saving, Stored
-from overtone.swarm import founding
 from overtone.swarm.bucket import Bucket
+from overtone.swarm.founding import Founded, read_run
 
 # Options of one host alone. Nobody else takes them over.
 OF_A_HOST = (
@@ -43,18 +43,23 @@ def config_of(settings: Mapping[str, Any], where: str, base: Run | None = None) 
     return toml.updated(base or Run(), config if isinstance(config, Mapping) else {}, where)
 
 
+def founded_in(url: str) -> Founded | None:
+    """What the run in this store says of itself; None if there is no run yet."""
+    return read_run(Bucket(url), Seal.with_key(None))
+
+
 def inherited(url: str, base: Run) -> Run:
     """``base`` with the configuration of the run in this store, if there is one already."""
-    found = founding.settings_in(Bucket(url), Seal.with_key(None))
-    return base if found is None else config_of(found[1], f"store {url}", base)
+    found = founded_in(url)
+    return base if found is None else config_of(found.settings, f"store {url}", base)
 
 
 def refuse_other(url: str, config: Run) -> None:
     """Refuse options that were given and are not those of the run in the store. Early, before data are read."""
-    found = founding.settings_in(Bucket(url), Seal.with_key(None))
+    found = founded_in(url)
     if found is None:
         return
-    there, here = agreed_of(config_of(found[1], f"store {url}"), {}), agreed_of(config, {})
+    there, here = agreed_of(config_of(found.settings, f"store {url}"), {}), agreed_of(config, {})
     for key, value in here.items():
         if value != there[key]:
             flag, theirs = key.replace("_", "-"), "none" if there[key] is None else shortened(there[key])

@@ -4,6 +4,7 @@ Each tracker gets the same events and keeps their numbers."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +20,20 @@ SHOWN = ("train", "round", "eval", "finish")  # events with numbers worth a curv
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Every number of an event that is worth a curve, as ``event/name``."""
+    """Every number of an event that is worth a curve, as ``event/name``; of a validation, the metrics too.
+
+    A NaN in the event of a round says that the number is not known, so there is nothing to draw.
+    """
     if event["event"] not in SHOWN:
         return {}
     skip = ("step", "time", "index")
+    metrics = event["metrics"] if event["event"] == "eval" or event["event"] == "finish" else {}
+    values = {**event, **metrics}
     return {
         f"{event['event']}/{name}": float(value)
-        for name, value in event.items()
+        for name, value in values.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and name not in skip
+        if not (event["event"] == "round" and math.isnan(value))
     }
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 INSTALL = "pip install 'overtone[swarm]'"
 KINDS = "a folder, s3://bucket/path, gs://bucket/path, az://account/container/path or memory://name"
+PAGE = 1000  # objects that a storage lists, or deletes, in one request
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 _memories: dict[str, ObjectStore] = {}  # by name: several buckets of one process may share one, as tests do
 
@@ -34,12 +35,13 @@ class Bucket:
     for.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, new: bool = True) -> None:
+        """``new``: the place may be a new one. Otherwise a folder that does not exist is refused, and not made."""
         self.url = url
         self._counts: dict[str, Count] = {}
         self.requests = 0
         self._lock = threading.Lock()
-        self._store = _open(url)
+        self._store = _open(url, new)
 
     def create(self, path: str, data: bytes) -> bool:
         """Write an object that is not there yet. Returns False if another one is there.
@@ -98,6 +100,19 @@ class Bucket:
         listed = self._ask(f"list {folder}", lambda: obstore.list_with_delimiter(self._store, f"{folder}/"))
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in listed["common_prefixes"])
 
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """The paths of all objects below a folder, however deep, with their sizes; by default of all that there are."""
+        import obstore
+
+        def walk() -> dict[str, int]:
+            batches = obstore.list(self._store, folder or None, chunk_size=PAGE)
+            return {str(entry["path"]): int(entry["size"]) for batch in batches for entry in batch}
+
+        found = self._ask(f"list {folder}", walk)
+        with self._lock:
+            self.requests += len(found) // PAGE
+        return found
+
     def remove(self, path: str) -> None:
         """Delete an object. If it is not there, nothing happens."""
         import obstore
@@ -110,10 +125,29 @@ class Bucket:
 
         self._ask(f"delete {path}", delete)
 
-    def count(self, folder: str) -> Count:
-        """The bytes of the objects below a folder, or of one object that lies in none."""
+    def remove_all(self, paths: Sequence[str]) -> None:
+        """Delete several objects, with few requests where the storage can do that."""
+        import obstore
+
+        def delete(some: Sequence[str]) -> None:
+            with suppress(FileNotFoundError):  # of a folder only: it stops at the first that is not there
+                obstore.delete(self._store, some)
+                return
+            for path in some:
+                self.remove(path)
+
+        for begin in range(0, len(paths), PAGE):
+            some = paths[begin : begin + PAGE]
+            self._ask(f"delete {some[0]} and others", lambda some=some: delete(some))  # type: ignore[misc]
+
+    def count(self, folder: str | None = None) -> Count:
+        """The bytes of the objects below a folder, or of one object that lies in none; by default of all."""
+        total = Count()
         with self._lock:
-            return replace(self._counts.get(folder, Count()))
+            for name, one in self._counts.items():
+                if folder in (None, name):
+                    total.add(one)
+        return total
 
     def _ask(self, what: str, request: Callable[[], T]) -> T:
         with self._lock:
@@ -129,7 +163,7 @@ class Bucket:
             self._counts.setdefault(path.partition("/")[0], Count()).add(count)
 
 
-def _open(url: str) -> ObjectStore:
+def _open(url: str, new: bool) -> ObjectStore:
     try:
         from obstore import store
     except ImportError as error:
@@ -140,7 +174,10 @@ def _open(url: str) -> ObjectStore:
         return _memories.setdefault(url, store.MemoryStore())
     try:
         if url.startswith("file://") or not _SCHEME.match(url):
-            return store.LocalStore(Path(url.removeprefix("file://")).absolute(), mkdir=True)
+            path = Path(url.removeprefix("file://")).absolute()
+            if not new and not path.is_dir():
+                raise FileNotFoundError("no such folder")
+            return store.LocalStore(path, mkdir=True)
         return store.from_url(url)
     except Exception as error:  # obstore raises errors of many kinds for a place that makes no sense
         why = shortened(str(error).partition("\n")[0])

@@ -11,41 +11,33 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from overtone.errors import GaveUpError, MismatchError, PeerError, StateError, StoreError, WireError, shortened
-from overtone.exchange import flight
-from overtone.exchange.description import Description, compare_saved
+from overtone.errors import GaveUpError, PeerError, StateError, StoreError, WireError
+from overtone.exchange.description import Description, compare_described
 from overtone.exchange.inner_step import InnerStep
-from overtone.exchange.message import HEADER_BYTES, NOBODY, Kind, Seal, open_message, seal_message
+from overtone.exchange.message import NOBODY, Kind, Seal, seal_message
 from overtone.exchange.round import Exchanger, Pending
 from overtone.ledger import Count, Round
-from overtone.swarm import founding, members
-from overtone.swarm.founding import DeletedError
+from overtone.swarm import founding, members, saving
+from overtone.swarm.archive import Archive, DeletedError
+from overtone.swarm.follower import Follower, shared_tensors
 from overtone.swarm.leases import Leases
-from overtone.swarm.lineage import Heard, Lineage
+from overtone.swarm.lineage import Heard
 from overtone.swarm.mailbox import Folder, Mailbox
-from overtone.swarm.members import Posts
+from overtone.swarm.open_round import OpenRound
 from overtone.swarm.records import (
     MOST_PACE,
-    NOTE_BYTES,
     Commit,
     Member,
-    Named,
     Note,
-    Process,
     commit_path,
     folder_of,
-    is_name,
     is_sealed,
-    parsed,
+    packed_snapshot,
     snapshot_path,
-    way_back,
 )
 from overtone.swarm.store import Store, host_name
 
@@ -53,7 +45,6 @@ log = logging.getLogger(__name__)
 
 AHEAD = 2  # times `every` local steps that a replica takes beyond its last message before it stands still
 NAP = 0.02  # seconds between two looks of a replica that stands still
-TURN = 1.0  # seconds by which the next member is later to commit, if the first one does not
 SEVERAL = 10  # rounds in which a newcomer asks to join, until it says that it still does
 MOST_REFUSALS = 3  # of a replica's messages in a row, before it drops what it owes
 PATIENCE = 3.0  # times a round's deadline: then a replica that stands still says why, and one that ends goes
@@ -68,17 +59,13 @@ class Course:
         self.exchanger = exchanger
         self.store = store
         self.seal = seal
-        self.members: tuple[Member, ...] = ()
         self._pending: Pending | None = None
         self._mark = ""  # the seal of the message that was posted last
         self._posted_units = 0  # that it told
         self._has_counted = False  # the message that was posted last
         self._refusals = 0  # of this replica's messages, one after the other
-        self._read: dict[tuple[Process, bytes], Named | Member | None] = {}  # posts of the open round
-        self._notes: dict[int, Note] = {}
         self._closed = False
         self._proposed = False
-        self._eligible: float | None = None  # since when the open round may be committed
         self._since = time.monotonic()  # when the last commit was absorbed
         self._posted = time.monotonic()  # when the last message was made
         self._posted_steps = 0  # local steps so far, then
@@ -93,34 +80,33 @@ class Course:
         bucket, exchanger, store = self.store.bucket, self.exchanger, self.store
         # Not lossless, whatever the codec: a message that does not count goes back into the residual.
         exchanger.begin(NOBODY, lossless=False)
-        founded, mine = founding.read_run(bucket, self.seal, exchanger.schema, description), b""
+        founded, mine = founding.read_run(bucket, self.seal), b""
         if founded is None:
             name = store.name or f"{host_name()}-1"
-            anchor = exchanger.fingerprint().hex()
+            tensors, anchor = shared_tensors(exchanger), exchanger.fingerprint().hex()
             units, every = store.units, exchanger.method.every or 1
             leases = None if units is None else Leases(units, every).after({0}, {})
             mine = founding.found(
-                bucket, self.seal, description, exchanger.schema, self._tensors(), anchor, name, leases,
-                store.settings, self._agreed,
-            )  # fmt: skip
-            founded = founding.read_run(bucket, self.seal, exchanger.schema, description)
+                bucket, self.seal, description, tensors, anchor, name, leases, store.settings, self._agreed
+            )
+            founded = founding.read_run(bucket, self.seal)
             assert founded is not None, "somebody has founded it"
-        self.about = founded.about
-        exchanger.state.run = self.about.run
+        compare_described(f"the run in {bucket.url}", founded.description, description)
         founded.refuse_other(bucket.url, self._agreed)
-        self.members, store.leases = (founded.founder,), founded.leases
-        self._catch_up(founded)
-        self.lineage = Lineage(exchanger)
-        self._replay()
+        self.about = founded.about
+        self.follower = Follower(exchanger, Archive(bucket, self.seal, founded))
+        self.lineage = self.follower.lineage
+        self.follower.begin()
+        self.follower.catch_up()
         if founded.about.run == mine:
             store.become(founded.founder.process, founded.founder.name)
         else:
             taken = founding.take_number(bucket, self.seal, founded, store.name, host_name(), self.members)
             store.become(*taken)
-        longest = self.lineage.pattern.context.longest_message()
-        self._most = longest + HEADER_BYTES + NOTE_BYTES + self.seal.size  # bytes of a message
-        self.mail = Mailbox(bucket, self.lineage.index, self._most, lambda raw: is_sealed(raw, self.seal))
-        self._set_members(self.members)
+        longest = self.lineage.longest
+        self.mail = Mailbox(bucket, self.lineage.index, longest, lambda raw: is_sealed(raw, self.seal))
+        self._open = OpenRound(self.follower)
+        self._follow_members()
         if not self.is_over:
             self._join()
         self.store.ledger.add("setup", self._cost("run", "members", "snapshots", "rounds"))
@@ -148,76 +134,10 @@ class Course:
         since = 0 if self.is_over else min(every - 1, counts.steps - counts.steps_at_round)
         return self.lineage.index * every + since
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """The shared state, by name."""
-        exchanger = self.exchanger
-        tensors = exchanger.state.tensors
-        shared = {name: tensors[name] for name in exchanger.method.rule.shared if name in tensors}
-        frozen = {f"frozen {i}": tensor for i, tensor in enumerate(exchanger.parameters.frozen)}
-        return {**shared, **frozen, **{f"buffer {i}": t for i, t in enumerate(exchanger.buffers.shared)}}
-
-    def _catch_up(self, founded: founding.Founded) -> None:
-        """Take over the newest snapshot that can be believed, or else the first weights."""
-        bucket, seal, about = self.store.bucket, self.seal, founded.about
-        for index in founding.snapshots(bucket):
-            try:
-                commit = founding.read_commit(bucket, seal, about, index - 1)
-                if commit is None:
-                    continue
-                self._adopt(founding.read_snapshot(bucket, seal, about, index, snapshot_path(index)), commit.anchor)
-            except (StoreError, WireError, MismatchError) as error:
-                log.warning("snapshot of round %d: %s; an older one is tried", index, error)
-                continue
-            self.exchanger.state.rounds, self.members = index, commit.members
-            self.store.leases = Leases.read(commit.data) if commit.data else None
-            return
-        try:
-            first = founding.read_snapshot(bucket, seal, about, 0, founded.snapshot)
-        except WireError as error:
-            raise StoreError(f"store {bucket.url}: the first weights cannot be believed: {error}") from error
-        self._adopt(first, founded.anchor)
-
-    def _adopt(self, tensors: Mapping[str, Tensor], anchor: str) -> None:
-        own = self._tensors()
-        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in tensors.items()}:
-            raise WireError("snapshot: of other tensors than this model has")
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
-        exchanger = self.exchanger
-        exchanger.buffers.put(exchanger.buffers.shared)
-        exchanger.show(exchanger.method.rule.place(exchanger.state.tensors))
-        if exchanger.fingerprint().hex() != anchor:
-            raise MismatchError("its anchor is not the one that the commit names")
-
-    def _replay(self) -> None:
-        """Absorb all commits that are there."""
-        for commit, raw in founding.commits_from(self.store.bucket, self.seal, self.about, self.lineage.index):
-            heard = self.lineage.hear(commit.messages, raw, len(self.members))
-            self.lineage.follow(heard)
-            self.lineage.check(commit, heard)
-            self.store.leases = self._leases_after(commit, heard)
-            self.members = commit.members
-
     @property
     def _agreed(self) -> dict[str, Any]:
         """What must be the same for all members, beside model and method."""
         return {**self.store.agreed, "units": self.store.units, "rounds": self.store.rounds}
-
-    def _leases_after(self, commit: Commit, heard: Heard) -> Leases | None:
-        """The leases after a commit. They follow from the leases before and from what was heard."""
-        found = self._renewed(commit.members, heard)
-        if (found.told() if found is not None else {}) != commit.data:
-            raise MismatchError(
-                f"round {commit.round}: the commit of member {commit.by} leases out other samples than follow from the "
-                f"rounds before; stop that member. {way_back(commit.round)}"
-            )
-        return found
-
-    def _renewed(self, now: Sequence[Member], heard: Heard) -> Leases | None:
-        if self.store.leases is None:
-            return None
-        used = {number: note.samples for number, note in heard.notes.items()}
-        return self.store.leases.after({member.number for member in now}, used)
 
     # -- what a replica calls --------------------------------------------------------------------------------------
 
@@ -297,81 +217,15 @@ class Course:
 
     def saved(self) -> dict[str, Any]:
         """What a saved state must know of the store, beside the exchange state."""
-        process = self.store.process
-        return {
-            "name": self.store.name,
-            "number": process.number,
-            "session": process.session,
-            "seal": self._mark,
-            "used": self.store.used,
-            "posted": self._posted_units,
-            "run": self.about.run.hex(),
-        }
+        return saving.saved(self.store, self.about.run, self._mark, self._posted_units)
 
     def restore(self, saved: Mapping[str, Any], description: Description) -> None:
         """Owe again what a saved state owed, as far as no commit has counted it since. The shared state stays that of
         the store. The model must have the weights that were saved with the state."""
-        compare_saved(saved.get("about", {}), description)
-        exchanger = self.exchanger
-        try:
-            told = saved["store"]
-            if told["name"] != self.store.name:
-                raise StateError(
-                    f"saved state: of the member {told['name']}, this is {self.store.name}; open the store under its "
-                    "name, or go on without the saved state"
-                )
-            if told["run"] != self.about.run.hex():
-                raise StateError(
-                    f"saved state: of the run {told['run']}, that in {self.store.url} is {self.about.run.hex()}; open "
-                    "the store of that run, or go on without the saved state"
-                )
-            if self._pending is not None:
-                raise StateError("load_state_dict: a message of this replica is on its way; load before the first step")
-            used = int(told["used"])
-            counted, spoken, present = self._since_saved(int(saved["counts"]["rounds"]), told)
-            if saved.get("flight") is not None:
-                measured = list(saved["flight"]["measured_at"])
-                if counted:
-                    used -= int(told["posted"])
-                else:
-                    saved = flight.take_back(saved, exchanger)
-                saved = {**saved, "signal": measured}
-            layout, steps = exchanger.layout, int(saved["counts"]["steps"])
-            begin = layout.read(saved["signal"], layout.empty(exchanger.device)).clone()
-            now = layout.read(exchanger.parameters.tensors, layout.empty(exchanger.device))
-            owed = saved["state"]["residual"] + (begin - now)
-            if owed.shape != exchanger.state.tensors["residual"].shape or not bool(torch.isfinite(owed).all()):
-                raise ValueError("a residual that is not this model's")
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, StateError):
-                raise
-            raise StateError(f"saved state: incomplete or damaged ({shortened(error)})") from error
-        if spoken:
-            log.warning("saved state: this member has sent a later message, which counted; what was owed is dropped")
-            owed.zero_()
-        exchanger.state.tensors["residual"].copy_(owed)
-        exchanger.state.steps = exchanger.state.steps_at_round = self._posted_steps = steps
-        self.store.used = 0 if spoken or not present else max(0, used)
-        exchanger.show(exchanger.method.rule.place(exchanger.state.tensors))
-        self._posted = time.monotonic()
-
-    def _since_saved(self, index: int, told: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-        """What the commits from a round on say of the member whose state was saved: whether the message that was on
-        its way has counted, whether a later one has, and whether it was a member all the time. If a commit is not there
-        any more, a later message may have counted."""
-        counted, spoken, present = False, False, True
-        member = int(told["number"])
-        for other in range(index, self.lineage.index):
-            commit = founding.read_commit(self.store.bucket, self.seal, self.about, other)
-            if commit is None:
-                return counted, True, False
-            if member not in commit.left_out:
-                # Of any of its processes: one that came in between may have started from the same state, and sent it.
-                seals = {one.seal for one in commit.messages if one.number == member}
-                counted |= told["seal"] in seals
-                spoken |= bool(seals - {told["seal"]})
-            present &= any(one.number == member for one in commit.members)
-        return counted, spoken, present
+        if self._pending is not None:
+            raise StateError("load_state_dict: a message of this replica is on its way; load before the first step")
+        saving.restore(self.follower, self.store, saved, description)
+        self._posted, self._posted_steps = time.monotonic(), self.exchanger.state.steps
 
     # -- one turn --------------------------------------------------------------------------------------------------
 
@@ -393,7 +247,8 @@ class Course:
 
     def _tell_why(self) -> None:
         """Tell a person why nothing goes on."""
-        posts, least = self._posts()[0].count, members.least(self.members, self.store.min_replicas)
+        posted, _ = self._open.posts(self.mail.folder(self.lineage.index).posts)
+        posts, least = posted.count, members.least(self.members, self.store.min_replicas)
         why = f"{posts} have posted, {least} must have"
         if posts < least:
             why += "; start more replicas, or this one with fewer min_replicas"
@@ -412,16 +267,14 @@ class Course:
                 f"round {index}: its commit in {self.store.url} was refused: {error}. Somebody without the key has "
                 "written it, or it is damaged: delete it, and the round is committed again"
             ) from error
-        for named in commit.messages:  # a listing may have shown the commit, and not yet a message before it
-            if not founding.is_named(folder.posts.get(named.process), named, self.seal):
-                try:
-                    found = founding.read_message(self.store.bucket, self.seal, index, named, self._most)
-                except DeletedError:
-                    raise
-                except StoreError as error:
-                    log.warning("%s; it is asked again", error)
-                    return None
-                folder.posts[named.process] = found
+        try:  # a listing may have shown the commit, and not yet a message before it
+            found = self.follower.archive.messages(commit, self.lineage.longest, folder.posts)
+        except DeletedError:
+            raise
+        except StoreError as error:
+            log.warning("%s; it is asked again", error)
+            return None
+        folder.posts.update(found)
         return self._absorb(commit, folder)
 
     def _absorb(self, commit: Commit, folder: Folder) -> Round:
@@ -429,7 +282,7 @@ class Course:
         heard = self.lineage.hear(commit.messages, folder.posts, len(self.members))
         cost, store = self._cost("rounds"), self.store
         store.ledger.add("upkeep", self._cost("snapshots"))
-        leases = self._leases_after(commit, heard)
+        leases = self.follower.leases_after(commit, heard)
         self._pending = None
         # By its seal: if somebody runs a copy of this process, the other one's message may be there in its place.
         named = any(one.seal == self._mark for one in commit.messages)
@@ -449,10 +302,10 @@ class Course:
         self.lineage.check(commit, heard)
         if not any(member.number == store.rank for member in commit.members):
             store.used = 0  # its lease is gone
-        store.leases = leases
-        self._set_members(commit.members)
+        self.follower.leases, self.follower.members = leases, commit.members
+        self._follow_members()
         self.mail.done_with(self.lineage.index)
-        self._read, self._notes, self._proposed, self._eligible = {}, {}, False, None
+        self._open, self._proposed = OpenRound(self.follower), False
         self._since = time.monotonic()
         for note in commit.notes:
             log.info("round %d: %s", commit.round, note)
@@ -496,7 +349,7 @@ class Course:
 
     def _snapshot(self) -> None:
         index = self.lineage.index
-        packed = founding.packed_snapshot(self.seal, self.about, index, self._tensors(), self.store.rank)
+        packed = packed_snapshot(self.seal, self.about, index, shared_tensors(self.exchanger), self.store.rank)
         self.mail.send(snapshot_path(index), packed, SNAPSHOT_TRIES)
 
     # -- posting ---------------------------------------------------------------------------------------------------
@@ -543,76 +396,28 @@ class Course:
     def _commit_if_due(self) -> None:
         if self._proposed:
             return
-        posts, named, raw = self._posts()
-        now = time.monotonic()
-        if not members.may_commit(self.members, posts, now - self._since, self.store.min_replicas):
-            return
-        if self._eligible is None:
-            self._eligible = now
-        speakers = sorted(posts.messages.keys() | posts.joins.keys())
-        if self.store.rank not in speakers:
-            return  # its own message is on its way to the store
-        # Everybody may commit. One after the other, and another one first in each round, since most would lose.
-        place = (speakers.index(self.store.rank) - self.lineage.index) % len(speakers)
-        if now - self._eligible < place * TURN:
-            return
-        heard = self.lineage.hear(named, raw, len(self.members))
-        after, words = members.after(self.members, posts)
-        anchor = self.lineage.fingerprint_after(heard)
-        index = self.lineage.index
-        leases = self._renewed(after, heard)
-        data = {} if leases is None else leases.told()
-        commit = Commit(index, self.store.rank, named, after, anchor, tuple(sorted(heard.left_out)), words, data)
-        self.mail.send(commit_path(index), commit.pack(self.about, self.seal))
-        self._proposed = True
-
-    def _posts(self) -> tuple[Posts, tuple[Named, ...], dict[Process, bytes]]:
-        """What has been posted in the open round, as far as it can be believed."""
-        folder = self.mail.folder(self.lineage.index)
-        for process, raw in folder.posts.items():
-            if (process, raw) not in self._read:  # what nobody believes may have been replaced since
-                self._read[process, raw] = self._opened(process, raw)
-        read = [self._read[post] for post in folder.posts.items()]
-        named = {one.number: one for one in read if isinstance(one, Named)}
-        joins = {one.number: one for one in read if isinstance(one, Member)}
-        messages = {number: self._notes[number] for number in named}
-        return Posts(messages, joins), tuple(named[number] for number in sorted(named)), folder.posts
-
-    def _opened(self, process: Process, raw: bytes) -> Named | Member | None:
-        """A message of a member, the wish of a newcomer, or nothing that counts."""
-        index = self.lineage.index
-        try:
-            if open_message(raw, self.seal).header.kind is Kind.JOIN:
-                return self._newcomer(process, raw)
-            note, message = self.lineage.opened(process, raw)
-        except WireError as error:
-            log.warning("round %d: the object of %s was refused: %s", index, process, error)
-            return None
-        if not any(member.process == process for member in self.members):
-            return None  # it was a member once, and will ask to join when it sees that it is none
-        self._notes[process.number] = note
-        return Named(process.number, process.session, message.seal.hex())
-
-    def _newcomer(self, process: Process, raw: bytes) -> Member | None:
-        message = self.about.opened(raw, Kind.JOIN, self.lineage.index, self.seal)
-        told = parsed(message.body)
-        name, session = str(told.get("name")), told.get("session")
-        if message.header.sender != process.number or session != process.session or not is_name(name):
-            raise WireError("join: not of the process whose place it lies in")
-        known = next((member for member in self.members if member.number == process.number), None)
-        is_older = known is not None and known.session >= process.session
-        return None if is_older else Member(process.number, process.session, name)
+        index, now, store = self.lineage.index, time.monotonic(), self.store
+        raw = self.mail.folder(index).posts
+        commit = self._open.proposal(raw, store.rank, now=now, since=self._since, least=store.min_replicas)
+        if commit is not None:
+            self.mail.send(commit_path(index), commit.pack(self.about, self.seal))
+            self._proposed = True
 
     # -- parts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the round that is open."""
+        return self.follower.members
 
     @property
     def _is_member(self) -> bool:
         return any(member.process == self.store.process for member in self.members)
 
-    def _set_members(self, now: tuple[Member, ...]) -> None:
-        self.members = now
-        self.store.size = max(1, len(now))
-        process = self.store.process
+    def _follow_members(self) -> None:
+        """Take over who is a member, and who trains on what, from the last commit."""
+        now, process = self.members, self.store.process
+        self.store.size, self.store.leases = max(1, len(now)), self.follower.leases
         if any(member.number == process.number and member.session > process.session for member in now):
             raise PeerError(
                 f"store {self.store.url}: another process has come under the name {self.store.name}, and this one is "

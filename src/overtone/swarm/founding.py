@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -13,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from overtone.errors import MismatchError, StoreError, WireError, shortened
-from overtone.exchange.description import Description, compare_described
-from overtone.exchange.message import Kind, Seal, open_message, seal_message
+from overtone.exchange.description import Description, schema_of
+from overtone.exchange.message import Kind, Seal, seal_message
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.leases import Leases
 from overtone.swarm.records import (
@@ -23,30 +22,25 @@ from overtone.swarm.records import (
     MOST_SESSION,
     RUN,
     About,
-    Commit,
     Member,
-    Named,
     Process,
     commit_path,
-    folder_of,
     is_name,
     is_sealed,
+    packed_snapshot,
     parsed,
     processes,
+    rounds_in,
     snapshot_path,
-    way_back,
 )
 
-NOT_READ = "what the store says cannot be believed: {why}. Give the key of this run (OVERTONE_KEY), or another store"
+NOT_READ = (
+    "what its object `run` says cannot be believed: {why}. Give the key of this run (OVERTONE_KEY), or another store"
+)
 MOST_TRIES = 100  # to take a number
 MOST_CLAIM = 4096  # bytes
-LOOKED_AT = 3  # of the last rounds, for a commit that should not be there
-_ROUND = re.compile("[0-9]{8}")
+LOOKED_AT = 3  # of the first and of the last rounds, for a commit that should not be there
 _nobody = About()
-
-
-class DeletedError(StoreError):
-    """A message that counts is not there any more, or another one in its place."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,6 @@ def found(
     bucket: Bucket,
     seal: Seal,
     description: Description,
-    schema: bytes,
     tensors: Mapping[str, Tensor],
     anchor: str,
     name: str,
@@ -89,7 +82,7 @@ def found(
     Returns the id that the run has if this process founded it.
     """
     _refuse_remains(bucket, seal)
-    about = About(os.urandom(8), schema)
+    about = About(os.urandom(8), schema_of(description))
     snapshot = snapshot_path(0, about.run.hex())
     bucket.create(snapshot, packed_snapshot(seal, about, 0, tensors, 0))
     if bucket.create(snapshot, b"another"):
@@ -104,8 +97,8 @@ def found(
         "anchor": anchor,
         "name": name,
         "leases": None if leases is None else leases.told(),
-        "settings": dict(settings),
-        "agreed": dict(agreed),
+        "settings": settings,
+        "agreed": agreed,
     }
     founder = Process(0, 1)
     if bucket.create(RUN, seal_message(_nobody.header(Kind.RUN, 0), json.dumps(told).encode(), seal)):
@@ -113,21 +106,9 @@ def found(
     return about.run
 
 
-def settings_in(bucket: Bucket, seal: Seal) -> tuple[str, Mapping[str, Any]] | None:
-    """The id of the run that the store has, and its settings, for whoever has no model yet; None if it has no run."""
-    raw = bucket.read(RUN)
-    if raw is None:
-        return None
-    try:
-        told = parsed(_nobody.opened(raw, Kind.RUN, 0, seal).body)
-        return str(told["run"]), dict(told["settings"])
-    except (KeyError, TypeError, ValueError, WireError) as error:
-        raise StoreError(f"store {bucket.url}: {NOT_READ.format(why=error)}") from error
-
-
 def _refuse_remains(bucket: Bucket, seal: Seal) -> None:
     """Refuse to found a run where rounds are already. They began with an object `run`, so it was deleted."""
-    rounds = [int(name) for name in bucket.folders("rounds") if _ROUND.fullmatch(name)]
+    rounds = rounds_in(bucket.folders("rounds"))
     for index in {*rounds[:LOOKED_AT], *rounds[-LOOKED_AT:]}:
         is_one = is_sealed(bucket.read(commit_path(index), MOST_COMMIT) or b"", seal)
         if is_one and bucket.read(RUN, MOST_COMMIT) is None:  # somebody else may have founded it just now
@@ -137,17 +118,17 @@ def _refuse_remains(bucket: Bucket, seal: Seal) -> None:
             )
 
 
-def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description) -> Founded | None:
-    """The run that the store has; None if it has none. Refuses one that is not of this model and method."""
+def read_run(bucket: Bucket, seal: Seal) -> Founded | None:
+    """The run that the store has; None if it has none."""
     raw = bucket.read(RUN, MOST_COMMIT)
     if raw is None:
         return None
     try:
         told = parsed(_nobody.opened(raw, Kind.RUN, 0, seal).body)
-        about = About(bytes.fromhex(told["run"]), schema)
-        founded = Founded(
-            about,
-            told["description"],
+        description = dict(told["description"])
+        return Founded(
+            About(bytes.fromhex(told["run"]), schema_of(description)),
+            description,
             str(told["snapshot"]),
             str(told["anchor"]),
             Member(0, 1, str(told["name"])),
@@ -157,8 +138,6 @@ def read_run(bucket: Bucket, seal: Seal, schema: bytes, description: Description
         )
     except (KeyError, TypeError, ValueError, WireError) as error:
         raise StoreError(f"store {bucket.url}: {NOT_READ.format(why=error)}") from error
-    compare_described(f"the run in {bucket.url}", founded.description, description)
-    return founded
 
 
 # -- the identity of a process -------------------------------------------------------------------------------------
@@ -202,16 +181,20 @@ def _claims(
     found, junk = {founded.founder.process: founded.founder.name}, set()
     for process in {*processes(list(bucket.names("members"))), *lost}:
         try:
-            raw = bucket.read(f"members/{process}", MOST_CLAIM) or b""
-            message = founded.about.opened(raw, Kind.CLAIM, process.session, seal)
-            name = str(parsed(message.body).get("name"))
-            if message.header.sender != process.number or not is_name(name):
-                raise WireError("claim: not of the process whose place it lies in")
+            found[process] = claimed(bucket, seal, founded.about, process)
         except WireError:
             junk.add(process)  # put there by somebody else
-        else:
-            found[process] = name
     return found, junk
+
+
+def claimed(bucket: Bucket, seal: Seal, about: About, process: Process) -> str:
+    """The name of the member for which this process has come. Raises `WireError` if that cannot be believed."""
+    raw = bucket.read(f"members/{process}", MOST_CLAIM) or b""
+    message = about.opened(raw, Kind.CLAIM, process.session, seal)
+    name = str(parsed(message.body).get("name"))
+    if message.header.sender != process.number or not is_name(name):
+        raise WireError("claim: not of the process whose place it lies in")
+    return name
 
 
 def _claim(bucket: Bucket, seal: Seal, about: About, process: Process, name: str) -> bool:
@@ -223,100 +206,3 @@ def _claim(bucket: Bucket, seal: Seal, about: About, process: Process, name: str
 
 def _free(host: str, taken: set[str]) -> str:
     return next(name for number in range(1, len(taken) + 2) if (name := f"{host}-{number}") not in taken)
-
-
-# -- snapshots and commits -----------------------------------------------------------------------------------------
-
-
-def packed_snapshot(seal: Seal, about: About, index: int, tensors: Mapping[str, Tensor], sender: int) -> bytes:
-    """The shared state before a round, as it is stored."""
-    import safetensors.torch
-
-    body = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    return seal_message(about.header(Kind.SNAPSHOT, sender, index), body, seal)
-
-
-def read_snapshot(bucket: Bucket, seal: Seal, about: About, index: int, path: str) -> dict[str, Tensor]:
-    """The shared state before a round. Raises `WireError` if it is not there or cannot be believed."""
-    import safetensors.torch
-
-    raw = bucket.read(path)
-    if raw is None:
-        raise WireError(f"snapshot {path}: it is not there")
-    message = about.opened(raw, Kind.SNAPSHOT, index, seal)
-    try:
-        return safetensors.torch.load(message.body)
-    except Exception as error:  # safetensors raises errors of its own kind
-        raise WireError(f"snapshot {path}: {error!r}; it is corrupt") from error
-
-
-def snapshots(bucket: Bucket) -> list[int]:
-    """The rounds that have a snapshot, the newest first, without the first weights."""
-    return sorted((int(name) for name in bucket.names("snapshots") if _ROUND.fullmatch(name)), reverse=True)
-
-
-def read_commit(bucket: Bucket, seal: Seal, about: About, index: int) -> Commit | None:
-    """The commit of a round; None if there is none yet."""
-    raw = bucket.read(commit_path(index), MOST_COMMIT)
-    if raw is None:
-        return None
-    try:
-        return Commit.unpack(raw, index, about, seal)
-    except WireError as error:
-        raise StoreError(
-            f"store {bucket.url}: the commit of round {index} was refused ({commit_path(index)}): {error}. Somebody "
-            "without the key has written it, or it is damaged: delete it, and put back what was there, if something was"
-        ) from error
-
-
-def is_named(raw: bytes | None, named: Named, seal: Seal) -> bool:
-    """True if this is the message that a commit names."""
-    try:
-        return raw is not None and open_message(raw, seal).seal.hex() == named.seal
-    except WireError:
-        return False
-
-
-def read_message(bucket: Bucket, seal: Seal, index: int, named: Named, most: int | None = None) -> bytes:
-    """A message that a commit names, of ``most`` bytes. Another one in its place is not left out: it would be here, and
-    not where the right one was read."""
-    path = f"{folder_of(index)}/{named.process}"
-    message = bucket.read(path, most)
-    if message is not None and is_named(message, named, seal):
-        return message
-    what = "deleted" if message is None else "replaced"
-    raise DeletedError(
-        f"store {bucket.url}: round {index}: the message of member {named.number} counts, and was {what} ({path}); put "
-        f"it back, or start again when there is a later snapshot. {way_back(index)}"
-    )
-
-
-def commits_from(bucket: Bucket, seal: Seal, about: About, index: int) -> Iterator[tuple[Commit, dict[Process, bytes]]]:
-    """The commits from this round on that are there now, each with the messages that it names."""
-    while (commit := read_commit(bucket, seal, about, index) or _come_since(bucket, seal, about, index)) is not None:
-        raw = {}
-        for named in commit.messages:
-            raw[named.process] = read_message(bucket, seal, index, named)
-        yield commit, raw
-        index += 1
-
-
-def _come_since(bucket: Bucket, seal: Seal, about: About, index: int) -> Commit | None:
-    """The commit of a round that had none a moment ago. If it still has none and a later round has one, it is refused
-    to go on from here: history would be written anew."""
-    later = [int(name) for name in bucket.folders("rounds") if _ROUND.fullmatch(name) and int(name) > index]
-    for other in later[-LOOKED_AT:]:
-        try:
-            is_there = read_commit(bucket, seal, about, other) is not None
-        except StoreError:
-            continue  # somebody without the key may have put it there
-        if is_there:
-            # The others do not stand still: they may have committed both since this round was looked at.
-            commit = read_commit(bucket, seal, about, index)
-            if commit is None:
-                raise MismatchError(
-                    f"store {bucket.url}: the commit of round {index} is missing, and round {other} has one: it was "
-                    "deleted. Put it back, or start from a copy of the store"
-                )
-            return commit
-    return None

@@ -19,11 +19,11 @@ from overtone.coding import fingerprint
 from overtone.coding.bits import Reader
 from overtone.errors import MismatchError, WireError
 from overtone.exchange.gathered import Gathered, Messages
-from overtone.exchange.message import NOBODY, Expected, Header, Kind, Message, unseal_message
+from overtone.exchange.message import HEADER_BYTES, NOBODY, Expected, Header, Kind, Message, unseal_message
 from overtone.exchange.pattern import Contribution, Received
 from overtone.exchange.round import Exchanger
 from overtone.exchange.slab_work import SlabWork
-from overtone.swarm.records import Commit, Named, Note, Process, way_back
+from overtone.swarm.records import NOTE_BYTES, Commit, Named, Note, Process, way_back
 
 FAR = 10.0  # times the median norm of a round's messages: a message that is larger does not count
 FEW = 3  # messages, below which nobody can say which of them is the odd one
@@ -53,6 +53,12 @@ class Lineage:
     def index(self) -> int:
         """The number of the round that is open."""
         return self.exchanger.state.rounds
+
+    @property
+    def longest(self) -> int:
+        """Bytes that an object with a message may have at most."""
+        context = self.pattern.context
+        return context.longest_message() + HEADER_BYTES + NOTE_BYTES + context.seal.size
 
     def opened(self, process: Process, raw: bytes) -> tuple[Note, Message]:
         """Open the message of a process in the open round. Raises `WireError` if it cannot be read or decoded."""
@@ -134,11 +140,12 @@ class Lineage:
     def _shared(self) -> list[str]:
         return [name for name in self.exchanger.method.rule.shared if name in self.exchanger.state.tensors]
 
-    def follow(self, heard: Heard) -> None:
-        """Step the shared state, and move the weights along. Local steps that were not sent yet are kept."""
+    def follow(self, heard: Heard, *, stands: bool = False) -> None:
+        """Step the shared state, and move the weights along. Local steps that were not sent yet are kept. If the model
+        ``stands`` at the anchor, there are none, and it stands at the next one afterwards, to the bit."""
         exchanger = self.exchanger
         if heard.received.headers:
-            sources = exchanger.signal.standing()
+            sources = exchanger.signal.measure() if stands else exchanger.signal.standing()
             before = [shared.clone() for shared in exchanger.buffers.shared]
             means = self._read_past_buffers(heard)
             heard.work.absorb(exchanger.state.tensors, heard.received, sources.targets)

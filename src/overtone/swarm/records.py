@@ -5,6 +5,7 @@
     rounds/00000012/0003-0001    that process's message of round 12, or its wish to join
     rounds/00000012/commit       what counts in round 12
     snapshots/00000012           the shared state before round 12, as safetensors; of round 0 each founder has its own
+    pruned/00000012              messages and snapshots before round 12 were deleted
 
 A number in the header says whose message it is, so a message cannot be passed off as another member's.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from overtone.errors import WireError, printable
 from overtone.exchange.message import NOBODY, Header, Kind, Message, Seal, open_message, seal_message
@@ -28,6 +31,7 @@ MOST_SESSION = (1 << 32) - 1
 MOST_PACE = 1e6  # seconds of a round
 MOST_NAME = 64  # letters of a member's name
 MOST_COMMIT = 1 << 24  # bytes
+_ROUND = re.compile("[0-9]{8}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NOTE = struct.Struct("<IfBQ")
 NOTE_BYTES = _NOTE.size
@@ -55,6 +59,27 @@ def way_back(index: int) -> str:
         f"To undo round {index}: stop all replicas, delete {folder_of(index)} and the folders of all later rounds, and "
         "start them again"
     )
+
+
+def pruned_path(index: int) -> str:
+    """The note that what lies before a round was deleted on purpose."""
+    return f"pruned/{index:08d}"
+
+
+def rounds_in(names: Iterable[str]) -> list[int]:
+    """The rounds that objects or folders are named after, in order. Other names are somebody else's."""
+    return sorted(int(name) for name in names if _ROUND.fullmatch(name))
+
+
+def by_round(paths: Iterable[str]) -> dict[int, list[Process]]:
+    """The processes that have an object in the folder of a round, by round, both in order."""
+    found: dict[int, list[Process]] = {}
+    for path in sorted(paths):
+        parts = path.split("/")
+        if len(parts) == 3 and parts[0] == "rounds" and _ROUND.fullmatch(parts[1]):
+            process = Process.parse(parts[2])
+            found.setdefault(int(parts[1]), []).extend([] if process is None else [process])
+    return found
 
 
 def is_name(name: str) -> bool:
@@ -228,6 +253,25 @@ def is_sealed(raw: bytes, seal: Seal) -> bool:
     except WireError:
         return False
     return True
+
+
+def packed_snapshot(seal: Seal, about: About, index: int, tensors: Mapping[str, Tensor], sender: int) -> bytes:
+    """The shared state before a round, as it is stored."""
+    import safetensors.torch
+
+    body = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    return seal_message(about.header(Kind.SNAPSHOT, sender, index), body, seal)
+
+
+def unpacked_snapshot(raw: bytes, index: int, about: About, seal: Seal) -> dict[str, Tensor]:
+    """Read the shared state before a round. Raises `WireError` if it cannot be believed."""
+    import safetensors.torch
+
+    message = about.opened(raw, Kind.SNAPSHOT, index, seal)
+    try:
+        return safetensors.torch.load(message.body)
+    except Exception as error:  # safetensors raises errors of its own kind
+        raise WireError(f"snapshot: {error!r}; it is corrupt") from error
 
 
 def parsed(body: bytes) -> dict[str, Any]:

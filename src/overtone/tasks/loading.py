@@ -31,8 +31,9 @@ def load_task(options: TaskOptions, *, to_train: bool = True) -> Task:
     return found
 
 
-def refuse_untrusted(options: TaskOptions, run: Path, command: str) -> None:
-    """Refuse to run the Python file that a run's configuration names: the run may be somebody else's."""
+def refuse_untrusted(options: TaskOptions, run: Path | str, command: str) -> None:
+    """Refuse to run the Python file that a run's configuration names: the run may be somebody else's. ``run`` is its
+    directory, or its place in a store."""
     if options.task not in BUILT_IN:
         raise TaskError(
             f"{command} {run}: its task is the Python file {options.task}, which would run here; allow that with "
