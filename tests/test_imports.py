@@ -16,12 +16,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exchange": {"core", "coding"},
     "swarm": {"core", "exchange", "coding"},
     "core": {"exchange", "coding", "world", "sim", "swarm"},
-    "sim": {"core", "exchange"},
+    "sim": {"core", "exchange", "swarm"},
     "common": {"core", "exchange"},
     "tasks": {"core", "coding", "common"},
     "runs": {"core", "exchange", "coding", "world", "sim", "common", "tasks"},
     "report": {"core", "sim", "common", "tasks", "runs"},
-    "cli": {"core", "exchange", "coding", "world", "sim", "common", "tasks", "runs", "report", "bench"},
+    "cli": {"core", "exchange", "coding", "world", "sim", "swarm", "common", "tasks", "runs", "report", "bench"},
     "bench": {"core", "exchange", "coding", "world", "sim", "common", "tasks", "runs"},
 }
 SCIENCE = ("core", "coding", "exchange", "world", "sim", "swarm")  # needs nothing but torch
