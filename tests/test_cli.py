@@ -96,6 +96,15 @@ def test_time_follows_the_network(text: Path, tmp_path: Path) -> None:
     slow = simulate(text, tmp_path, choice, network=Network(bandwidth=1.0, latency=0.0, step_seconds=0.0))
     fast = simulate(text, tmp_path, choice, network=Network(bandwidth=10.0, latency=0.0, step_seconds=0.0))
     assert slow["simulated_seconds"] == pytest.approx(10 * fast["simulated_seconds"], rel=1e-6)
+    (
+        up,
+        down,
+    ) = (  # each collective is as slow as its slower direction; all but the first broadcast receive what they send
+        simulate(text, tmp_path, choice, network=Network(bandwidth=10.0, latency=0.0, step_seconds=0.0, **apart))
+        for apart in ({"up": 1.0}, {"down": 1.0})
+    )
+    assert up["simulated_seconds"] == pytest.approx(slow["simulated_seconds"], rel=1e-6)
+    assert 5 * fast["simulated_seconds"] < down["simulated_seconds"] < up["simulated_seconds"]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +125,7 @@ def test_time_follows_the_network(text: Path, tmp_path: Path) -> None:
         (["--steps", "0"], "steps=0"),
         (["--heads", "5"], "heads=5: must divide the width, 96"),
         (["--bandwidth", "0"], "bandwidth=0"),
+        (["--up", "0"], "up=0"),
     ],
 )
 def test_mistakes_get_one_clear_line(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +171,11 @@ def test_plan_says_how_each_tensor_travels() -> None:
     assert re.search(r"embed.weight +256x96 +32 of each 64x64 \(4\), 16 of each 64x32 \(4\)", done.stdout)
     assert re.search(r"blocks.0.mlp_norm.bias +96 +densely, bf16 +192 B", done.stdout)
     assert "tensors of one axis and those of fewer than 1024 values" in " ".join(done.stdout.split())
+    told = " ".join(overtone_cli("plan", "--exchange", "gathered").stdout.split())
+    assert re.search(r"gathered by all, as asked \(a round would be about [\d.]+ kB sharded, "
+                     r"[\d.]+ kB up and [\d.]+ kB down in a store\)", told)  # fmt: skip
+    told = " ".join(overtone_cli("plan", "--exchange", "store").stdout.split())
+    assert re.search(r"in a store .*, as asked .* sends about [\d.]+ kB and receives [\d.]+ kB a round", told)
     for method, words in (("diloco", "summed on the way"), ("alone", "nothing is ever sent")):
         assert words in " ".join(overtone_cli("plan", "--method", method).stdout.split())
 

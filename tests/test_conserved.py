@@ -22,7 +22,7 @@ from overtone.coding.layout import part_of
 from overtone.exchange.message import MAGIC, Kind
 from overtone.exchange.signals import Drift
 from overtone.rules import Outer
-from overtone.sim.cluster import SimTransport
+from overtone.sim.transport import SimTransport
 
 LR = 0.5
 CODECS = [

@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exchange": {"core", "coding"},
     "swarm": {"core", "exchange", "coding"},
     "core": {"exchange", "coding", "world", "sim", "swarm"},
-    "sim": {"core", "exchange"},
+    "sim": {"core", "exchange", "swarm"},
     "common": {"core", "exchange"},
     "tasks": {"core", "coding", "common"},
     "runs": {"core", "exchange", "coding", "world", "sim", "swarm", "common", "tasks"},

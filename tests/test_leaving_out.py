@@ -23,7 +23,7 @@ from overtone.exchange.message import MAGIC, Kind
 from overtone.exchange.signals import Drift
 from overtone.ledger import Count
 from overtone.rules import Outer
-from overtone.sim.cluster import SimTransport
+from overtone.sim.transport import SimTransport
 
 
 @contextmanager

@@ -335,7 +335,7 @@ def test_different_policies_for_buffers_are_refused() -> None:
 
 def test_initial_weights_that_did_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broadcast that one rank missed: refused before the first step, naming the rank."""
-    from overtone.sim.cluster import SimTransport
+    from overtone.sim.transport import SimTransport
 
     arrive = SimTransport.broadcast
 

@@ -36,7 +36,7 @@ from overtone.exchange.message import HEADER_BYTES, MAGIC, Expected, Header, Kin
 from overtone.exchange.pattern import Context, Contribution
 from overtone.exchange.sharded import Sharded, _Letters
 from overtone.ledger import Count
-from overtone.sim.cluster import SimTransport
+from overtone.sim.transport import SimTransport
 from overtone.transport import run_exchange
 from overtone.world.process_group import Torch
 from scenario import EVERY, backward, batches, build, run_cluster, run_replica, weights

@@ -1078,7 +1078,7 @@ def test_reads_the_sharded_rounds_of_overtone(
     import torch
 
     import overtone
-    from overtone.sim.cluster import SimTransport
+    from overtone.sim.transport import SimTransport
 
     secret = key.encode()
     said: list[tuple[str, list]] = []  # collectives in order: what each rank said
@@ -1215,7 +1215,7 @@ def test_all_replicas_compute_the_keep_that_the_page_says(exchange: str, budget:
     import torch
 
     import overtone
-    from overtone.sim.cluster import SimTransport
+    from overtone.sim.transport import SimTransport
 
     members, said = 3, []
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 PHASES = ("setup", "rounds", "finish", "upkeep")
 SIZE_BYTES = 8  # the size of a message's length field, which is sent before the message
+REQUEST_HOPS = 2  # of a request to a store: there and back
 
 
 @dataclass
@@ -36,6 +37,13 @@ class Count:
         self.sent += (size - 1) * buffer_bytes
         self.received += (size - 1) * buffer_bytes
         self.hops += min(1, size - 1)
+
+    def stored(self, written: int, read: int, requests: int) -> None:
+        """Count objects of a store: those that this replica writes and reads, and the requests that follow one another
+        until it has read them."""
+        self.sent += written
+        self.received += read
+        self.hops += REQUEST_HOPS * requests
 
     def summed(self, buffer_bytes: int, size: int) -> None:
         """Count a ring all-reduce: every part of the buffer passes each link twice, except for one hop each way."""

@@ -19,7 +19,8 @@ from overtone.exchange.signals import Drift, Gradient, Signal, Silence
 from overtone.rules import DeMo, Mean, Outer, Published, Rule
 
 MOST_EVERY = 10**12
-EXCHANGES = ("auto", "gathered", "sharded")
+STORE = "store"  # the exchange of a run that lives in object storage (overtone/swarm)
+EXCHANGES = ("auto", "gathered", "sharded", STORE)
 UNSAID = (
     ("plain_keep", FULL_CHUNK),
 )  # numbers of a codec that earlier versions did not have, with what they then were
@@ -38,7 +39,7 @@ class Method:
     codec: Codec
     drain: int = 0  # dense one-bit messages that `finish` sends to empty the residuals
     delay: int = 0  # local steps from the start of a round until its answer is absorbed
-    exchange: str = "gathered"  # how messages meet: "gathered", "sharded", or "auto", the cheaper one
+    exchange: str = "gathered"  # how messages meet: "gathered", "sharded", "auto" (the cheaper one), or "store"
     keep_down: int | None = None  # if sharded: `keep` of the owners' letters; None: exchange/choice.py chooses it
     first_rounds: int = 0  # so many rounds at the beginning have another `keep`,
     first_keep: int | None = None  # namely this one
@@ -102,16 +103,20 @@ class Method:
     def _check_exchange(self) -> None:
         if self.exchange not in EXCHANGES:
             raise MethodError(f"exchange={self.exchange!r}: choose one of {', '.join(EXCHANGES)}")
-        if self.exchange != "gathered" and not self.may_shard:
+        if self.exchange == STORE:
+            if why := self.unfit_for_store:
+                raise MethodError(why)
+        elif self.exchange != "gathered" and not self.may_shard:
             raise MethodError(
                 f"exchange={self.exchange!r}: {self.name} cannot be sharded; only the Outer rule on the drift, with a "
                 "TopK codec, can"
             )
         if self.keep_down is None:
             return
-        if self.exchange == "gathered":
+        if not self.may_have_owners:
             raise MethodError(
-                f"keep_down={self.keep_down!r}: gathered messages have no owners and no letters; use exchange='sharded'"
+                f"keep_down={self.keep_down!r}: with exchange={self.exchange!r} there are no owners and no letters; "
+                "use exchange='sharded'"
             )
         if not (type(self.keep_down) is int and 1 <= self.keep_down <= FULL_CHUNK):
             raise MethodError(
@@ -126,6 +131,30 @@ class Method:
         return drifts and isinstance(self.codec, TopK) and isinstance(self.rule, Outer)
 
     @property
+    def may_have_owners(self) -> bool:
+        """True if the exchange may be sharded."""
+        return self.exchange not in ("gathered", STORE)
+
+    @property
+    def unfit_for_store(self) -> str:
+        """Why this row cannot live in a store; empty if it can. A delay is not looked at: real replicas of a store
+        never wait, and in the simulator a delay stands for that."""
+        told = f"{self.name}: cannot live in a store"
+        if self.every is None:
+            return f"{told}: it never exchanges anything; leave the store out"
+        if not self.signal.keeps_start:
+            return f"{told}: it exchanges gradients at every step; use decoupled(), or torchrun"
+        if not self.consensus:
+            return f"{told}: its replicas share no anchor that could be replayed; use decoupled()"
+        if self.drain:
+            return f"drain={self.drain}: replicas of a store do not end together; use drain=0"
+        if self.budget is not None:
+            return f"budget={self.budget}: not with a store yet; give keep or a preset"
+        if self.first_rounds:
+            return f"first_rounds={self.first_rounds}: not with a store yet; leave it out"
+        return ""
+
+    @property
     def consensus(self) -> bool:
         """True if all replicas share one anchor."""
         return self.every is not None and self.rule.consensus
@@ -136,7 +165,7 @@ class Method:
         assert rule is not None, "checked when the method was built"
         assert codec is not None, "checked when the method was built"
         # Letters of the last messages have every coefficient too.
-        keep_down = None if self.exchange == "gathered" else FULL_CHUNK
+        keep_down = FULL_CHUNK if self.may_have_owners else None
         fixed = replace(self, budget=None, first_rounds=0, first_keep=None)
         return replace(fixed, rule=rule, codec=codec, keep_down=keep_down)
 
@@ -347,7 +376,8 @@ OPTIONS: dict[str, str] = {
     "delay": "Local steps from the start of a round until its answer is absorbed; messages travel meanwhile. 0: the "
     "replica waits for the answer. At most `every`.",
     "exchange": "How messages meet: gathered (every replica receives every message), sharded (each replica averages a "
-    "part of the model for all; the bytes do not grow with the number of replicas), or auto (the cheaper one).",
+    "part of the model for all; the bytes do not grow with the number of replicas), auto (the cheaper of these), or "
+    "store (every replica writes its message into object storage, and reads all others there).",
     "keep_down": "If sharded: coefficients of each 64 x 64 chunk in the letter with which an owner answers. By default "
     "keep times the number of replicas, at most 512, and less with more than 16 replicas.",
 }

@@ -86,7 +86,8 @@ class Replica:
             seal=self._seal,
             schema=schema_of(self.description),
             refused=refused,
-            pattern="gathered" if stored else None,
+            # Some transports carry one pattern only.
+            pattern=getattr(self.transport, "pattern", None),
         )
         # Each local step replaces it. After a checkpoint was loaded, `finish` may start a round before any local step.
         self._inner_step = InnerStep(inner, self.parameters.exchanged)

@@ -24,10 +24,12 @@ from overtone.exchange.choice import Cost, cost_of, costs_of
 from overtone.exchange.control import LEAST_KEEP, Controller
 from overtone.exchange.message import HEADER_BYTES, Seal
 from overtone.ledger import Count
-from overtone.methods import METHODS, Method, method_named, takes
+from overtone.methods import METHODS, STORE, Method, method_named, takes
 from overtone.runs import advice
 from overtone.runs.config import MethodChoice, Run
 from overtone.runs.optimizers import INNER_STATES
+from overtone.sim.store import mean_cost
+from overtone.swarm.records import MOST_MEMBERS
 from overtone.tasks import TaskOptions, load_task
 
 
@@ -90,14 +92,14 @@ def dry_run(config: Run) -> Group:
         options = every if "every" in takes(name) else {}
         chosen = name == config.choice.method
         method = within_budget(config.choice.build(), shapes, world) if chosen else method_named(name, **options)
-        message, sent = round_bytes(method, shapes, world)
+        message, count = round_bytes(method, shapes, world)
         rounds = config.training.steps // method.every if method.every else 0
         shown.add_row(
             f"[bold]{name}[/bold]" if chosen else name,
             str(method.every or "never"),
             human_bytes(message),
-            human_bytes(sent),
-            human_bytes(sent * rounds),
+            human_bytes(count.sent),
+            human_bytes(count.sent * rounds),
             human_bytes(memory(method, shapes, config.training.inner)),
         )
     training = config.training
@@ -144,18 +146,21 @@ def how(method: Method, shape: tuple[int, ...]) -> tuple[str, float]:
     return ", ".join(words), sum(map(codec.bits_of, slabs)) / 8
 
 
-def round_bytes(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> tuple[int, int]:
-    """The approximate bytes of a message, and the bytes that a replica sends in a round."""
+def round_bytes(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> tuple[int, Count]:
+    """The approximate bytes of a message, and those that a replica sends and receives in a round."""
     if method.every is None:
-        return 0, 0
+        return 0, Count()
     payload = sum(how(method, shape)[1] for shape in shapes.values())
     message = round(payload + HEADER_BYTES + Seal().size)
     if method.codec.payload is Payload.NUMBERS:
         count = Count()
         count.summed(round(payload), replicas)
-        return message, count.sent
+        return message, count
+    if method.exchange == STORE:
+        return message, mean_cost(message, replicas)
     cost = _cost(method, shapes, replicas)
-    return message, cost.of(cost.chosen(method.exchange))
+    each_way = cost.of(cost.chosen(method.exchange))
+    return message, Count(each_way, each_way)
 
 
 def _cost(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int) -> Cost:
@@ -171,12 +176,13 @@ def _in_all(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: int
     parameters = sum(map(math.prod, shapes.values()))
     if method.every is None:
         return f"{method.name}: {parameters / 1e6:.2f} M parameters, nothing is ever sent."
-    message, sent = round_bytes(method, shapes, replicas)
+    message, count = round_bytes(method, shapes, replicas)
+    received = "" if count.received == count.sent else f" and receives {human_bytes(count.received)}"
     lossy = "" if method.codec.lossless else f"\n{method.codec.describe()}"
     return (
         f"{method.name}: {parameters / 1e6:.2f} M parameters, {human_bytes(message)} per message, every "
         f"{method.every} steps, {_pattern(method, shapes, replicas)}: each of {replicas} replicas sends about "
-        f"{human_bytes(sent)} a round, {8 * message / parameters:.3g} bits per parameter and message."
+        f"{human_bytes(count.sent)}{received} a round, {8 * message / parameters:.3g} bits per parameter and message."
         f"{lossy}{_control(method)}{_rounds(method, shapes, replicas)}"
     )
 
@@ -212,14 +218,22 @@ def _pattern(method: Method, shapes: Mapping[str, tuple[int, ...]], replicas: in
     if method.codec.payload is Payload.NUMBERS:
         return "summed on the way"
     cost = _cost(method, shapes, replicas)
-    chosen = cost.chosen(method.exchange)
-    words = {"gathered": "gathered by all", "sharded": "sharded (each replica averages a part of the model for all)"}
+    chosen = STORE if method.exchange == STORE else cost.chosen(method.exchange)
+    words = {
+        "gathered": "gathered by all",
+        "sharded": "sharded (each replica averages a part of the model for all)",
+        STORE: "in a store (each replica writes its message there, and reads all others)",
+    }
     if cost.sharded is None or replicas == 1:
         return words[chosen]
-    other = "sharded" if chosen == "gathered" else "gathered"
-    instead = f"{other} it would be about {human_bytes(cost.of(other))} a round"
+    each_way = {"gathered": cost.gathered, "sharded": cost.sharded}
+    others = [f"{human_bytes(size)} {name}" for name, size in each_way.items() if name != chosen]
+    if chosen != STORE and not method.unfit_for_store and replicas <= MOST_MEMBERS:
+        there = mean_cost(round_bytes(method, shapes, replicas)[0], replicas)
+        others.append(f"{human_bytes(there.sent)} up and {human_bytes(there.received)} down in a store")
+    instead = f"a round would be about {', '.join(others)}"
     if method.exchange != "auto":
         return f"{words[chosen]}, as asked ({instead})"
-    if cost.of(other) > cost.of(chosen):
+    if all(size > each_way[chosen] for name, size in each_way.items() if name != chosen):
         return f"{words[chosen]}, because that is cheaper ({instead})"
     return f"{words[chosen]}, because sharding would save less than a tenth and take more hops ({instead})"

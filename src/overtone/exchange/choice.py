@@ -16,7 +16,7 @@ from overtone.exchange.message import HEADER_BYTES, Seal
 from overtone.exchange.pattern import Context, Pattern
 from overtone.exchange.sharded import Sharded
 from overtone.exchange.summed import Summed
-from overtone.methods import Method
+from overtone.methods import STORE, Method
 
 BUFFER_BITS = 32  # a value of a buffer travels as fp32
 WORTH = 0.9  # "auto" shards if that costs less than this share of a gather, since it takes more hops
@@ -30,7 +30,12 @@ class Cost:
     sharded: int | None  # None: the method cannot be sharded
 
     def chosen(self, exchange: str) -> str:
-        """The pattern that a method's `exchange` means. Alone, a replica owns everything and sends nothing."""
+        """The pattern that a method's `exchange` means. Alone, a replica owns everything and sends nothing.
+
+        What lies in a store are the messages of a gather.
+        """
+        if exchange == STORE:
+            return Gathered.name
         if exchange != "auto" and self.gathered > 0:
             return exchange
         return "sharded" if self.sharded is not None and self.sharded < WORTH * self.gathered else "gathered"
@@ -76,7 +81,12 @@ def costs_of(method: Method, slabs: Sequence[Slab], buffers: Sequence[int], memb
 
 
 def pattern_for(method: Method, context: Context, members: int) -> Pattern:
-    """The pattern of a method's rounds among so many replicas."""
+    """The pattern of a method's rounds among so many replicas that send each other messages."""
+    if method.exchange == STORE:
+        raise MethodError(
+            f"exchange={method.exchange!r}: the messages meet in object storage, and there is none; give "
+            "Replica(transport=overtone.Store(url)) or overtone train --store, or use gathered, sharded or auto"
+        )
     if method.codec.payload is Payload.NUMBERS:
         if context.refused != "raise":
             raise MethodError(

@@ -10,7 +10,7 @@ from typing import Any
 from overtone.common import limits
 from overtone.common.limits import COUNT, Limit, check
 from overtone.errors import ConfigError
-from overtone.methods import METHODS, takes
+from overtone.methods import METHODS, STORE, takes
 from overtone.report import history
 from overtone.report.history import History
 from overtone.runs import directory, toml
@@ -94,7 +94,7 @@ def cells(asked: Comparison, folder: Path) -> list[Cell]:
     """All runs of the comparison. A method or an option that does not exist is refused before anything runs."""
     if asked.processes and asked.network != Network():
         raise ConfigError(
-            "processes: real replicas use the real network; leave out bandwidth, latency and step_seconds"
+            "processes: real replicas use the real network; leave out bandwidth, up, down, latency and step_seconds"
         )
     entries: dict[str, str] = {}  # by the run that they mean
     looks = 0
@@ -139,7 +139,13 @@ def configured(asked: Comparison, entry: str, seed: int, out: Path) -> Simulatio
     if asked.spectrum and not choice.build().signal.keeps_start:
         values.setdefault("spectrum", 0)  # no drift to look at
     config = replace(toml.updated(base, values, f"methods {entry}"), seed=seed, out=out)
-    refuse_unfit(_looks(config), config.choice.build())
+    method = config.choice.build()
+    refuse_unfit(_looks(config), method)
+    if asked.processes and method.exchange == STORE:
+        raise ConfigError(
+            f"methods {entry}: processes of a comparison send each other messages, and have no store; leave out "
+            "--processes, or this method"
+        )
     return config
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from overtone.errors import NotALogError, OvertoneError
+from overtone.methods import STORE
 from overtone.runs import log, toml
 from overtone.runs.config import Run, Simulation
 from overtone.runs.events import Eval, Event, Fail, Finish, Opening, Resume, RoundDone, Stop, Train
@@ -22,8 +23,8 @@ PLACE = frozenset(("out", "json", "device", "threads", "timeout", "port", "track
 # what is learnt.
 ASIDE = PLACE | frozenset(
     (
-        "seed", "replicas", "task", "model", "data", "tokenizer", "bandwidth", "latency", "step_seconds", "eval_every",
-        "log_every", "spectrum", "checkpoint_every", "keep_checkpoints",
+        "seed", "replicas", "task", "model", "data", "tokenizer", "bandwidth", "up", "down", "latency",
+        "step_seconds", "eval_every", "log_every", "spectrum", "checkpoint_every", "keep_checkpoints",
     )
 )  # fmt: skip
 
@@ -131,6 +132,11 @@ class History:
     def delay(self) -> int:
         """Local steps from the start of a round until its answer is absorbed."""
         return int(self.start["numbers"].get("delay", _UNSAID["delay"]))
+
+    @property
+    def in_store(self) -> bool:
+        """Whether messages met in a store."""
+        return self.start["numbers"].get("exchange") == STORE
 
     @property
     def has_average(self) -> bool:

@@ -13,6 +13,7 @@ from overtone.errors import ConfigError
 from overtone.report import link_time, page, table
 from overtone.report.history import History, metrics_of
 from overtone.report.standings import AVERAGE, Group, Row, labels
+from overtone.runs.config import Network
 from overtone.runs.directory import write_whole
 from overtone.runs.events import Event, Finish
 from overtone.version import __version__
@@ -64,10 +65,15 @@ def _group(group: Group, first: Group) -> dict[str, Any]:
         "name": group.name,
         "note": " ".join(table.notes(group, first)) or None,
         "facts": group.facts,
-        "link": group.link,
+        "link": _link(group.network),
         "rows": [_row(group, row, [indexes[id(run)] for run in row.runs]) for row in group.rows],
         "runs": [_run(run, names[id(run)]) for run in group.runs],
     }
+
+
+def _link(network: Network) -> dict[str, float]:
+    up, down = network.rates
+    return {"up": up, "down": down, "latency": network.latency, "step_seconds": network.step_seconds}
 
 
 def _row(group: Group, row: Row, indexes: list[int]) -> dict[str, Any]:
@@ -101,6 +107,7 @@ def _run(run: History, label: str) -> dict[str, Any]:
         "seed": run.seed,
         "status": run.status,
         "simulated": run.simulated,
+        "in_store": run.in_store,
         "marks": run.caveats,
         "curve": _curve(run),
         "train": {"step": _steps(trained), "loss": [event["loss"] for event in trained]},

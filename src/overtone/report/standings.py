@@ -6,6 +6,7 @@ setting over its seeds. Rows are compared within their group only, on the seeds 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -19,7 +20,6 @@ from overtone.methods import EVERY_GRADIENT, METHODS, NO_EXCHANGE, REFERENCE
 from overtone.report import link_time
 from overtone.report.history import History, MetricsOf
 from overtone.runs.config import Network
-from overtone.sim.network import Link
 
 SHARED: MetricsOf = "metrics"
 AVERAGE: MetricsOf = "metrics_average"
@@ -211,23 +211,22 @@ class Group:
         )
 
     @cached_property
-    def link(self) -> dict[str, float]:
+    def network(self) -> Network:
         """The virtual network of the first run. A real run has none: then the default network, with the measured time
         of a step."""
         run = self.runs[0]
-        link = {key: getattr(Network(), key) for key in ("bandwidth", "latency", "step_seconds")}
         if run.simulated:
-            link |= {key: run.config[key] for key in link if math.isfinite(run.config[key])}
-        elif run.trained:
-            last = run.trained[-1]
-            step_seconds = run.start["units_per_step"] * run.replicas / last["units_per_second"]
-            link["step_seconds"] = round(step_seconds * (1 - last["waiting_share"]), 4)
-        return link
+            told = {f.name: run.config.get(f.name) for f in dataclasses.fields(Network)}
+            return Network(**{key: value for key, value in told.items() if value is not None and math.isfinite(value)})
+        if not run.trained:
+            return Network()
+        last = run.trained[-1]
+        step_seconds = run.start["units_per_step"] * run.replicas / last["units_per_second"]
+        return Network(step_seconds=round(step_seconds * (1 - last["waiting_share"]), 4))
 
     def seconds(self, row: Row) -> float | None:
-        """The time of the row on the group's link; the mean over the seeds that have finished."""
-        link = Link(bandwidth=self.link["bandwidth"] * 1e6, latency=self.link["latency"] / 1e3)
-        step = self.link["step_seconds"]
+        """The time of the row on the group's network; the mean over the seeds that have finished."""
+        link, step = self.network.link, self.network.step_seconds
         return _mean(link_time.seconds(run, run.finish, link, step) for run in row.runs if run.finish)
 
     @property

@@ -13,6 +13,7 @@ from overtone.common import limits
 from overtone.common.limits import COUNT, Limit, check
 from overtone.errors import ConfigError
 from overtone.methods import METHODS, OPTIONS, Method, method_named, takes
+from overtone.sim.network import Link
 from overtone.tasks.options import TaskOptions
 from overtone.world.watchdog import LONGEST
 
@@ -117,6 +118,8 @@ class Training:
 
 NETWORK = {
     "bandwidth": Limit("Mbit/s of every replica", 0, 1e12, above=True),
+    "up": Limit("Mbit/s that every replica can send", 0, 1e12, above=True),
+    "down": Limit("Mbit/s that every replica can receive", 0, 1e12, above=True),
     "latency": Limit("milliseconds from replica to replica", 0, 1e12),
     "step_seconds": Limit("virtual seconds of a local step", 0, 1e12),
 }
@@ -128,6 +131,10 @@ class Network:
 
     bandwidth: float = 50.0
     """Bandwidth of every virtual replica in Mbit/s, in each direction."""
+    up: float | None = None
+    """Bandwidth in Mbit/s with which a virtual replica sends. By default that of both directions."""
+    down: float | None = None
+    """Bandwidth in Mbit/s with which a virtual replica receives. By default that of both directions."""
     latency: float = 20.0
     """Milliseconds that a message takes from one virtual replica to another."""
     step_seconds: float = 0.1
@@ -135,6 +142,18 @@ class Network:
 
     def __post_init__(self) -> None:
         check(self, NETWORK, ConfigError)
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Mbit/s up and down."""
+        up, down = (self.bandwidth if rate is None else rate for rate in (self.up, self.down))
+        return up, down
+
+    @property
+    def link(self) -> Link:
+        """The connection of every virtual replica."""
+        up, down = self.rates
+        return Link(bandwidth=up * 1e6, latency=self.latency / 1e3, download=down * 1e6)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from overtone.runs.loop import Step, local_steps, prepare
 from overtone.runs.recorder import RunRecorder, beginning
 from overtone.runs.timing import RunTimer
 from overtone.sim.cluster import Cluster
-from overtone.sim.network import Link
 from overtone.tasks import Task, load_task
 from overtone.version import __version__
 
@@ -69,7 +68,7 @@ def _cluster(config: Simulation, task: Task) -> Cluster:
         build,
         config.choice.build(),
         replicas=config.replicas,
-        links=Link(bandwidth=network.bandwidth * 1e6, latency=network.latency / 1e3),
+        links=network.link,
         step_seconds=network.step_seconds,
         seed=config.seed,
     )
@@ -138,6 +137,7 @@ def _result(config: Simulation, task: Task, cluster: Cluster, closing: Finish) -
         "metrics": closing["metrics"],
         "consensus": method.consensus,
         "bytes_sent": ledger.sent,
+        "bytes_received": ledger.received,
         "bytes_finish": ledger.counts["finish"].sent,
         "bytes_setup": ledger.counts["setup"].sent,
         "rounds": closing["rounds"],

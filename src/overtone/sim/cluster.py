@@ -7,105 +7,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from overtone.errors import OvertoneError
 from overtone.exchange.inner_step import Closure
-from overtone.ledger import SIZE_BYTES, Count, Ledger, Round
-from overtone.methods import Method
+from overtone.ledger import Count, Round
+from overtone.methods import STORE, Method
 from overtone.replica import Replica
-from overtone.sim.network import Absence, Link
+from overtone.sim.network import Absence, Link, through_store, together
 from overtone.sim.rng import Randomness, seed_of
-from overtone.transport import AllToAll, AlwaysCommits, Background, Broadcast, Collective, Exchange, Gather, Sum
+from overtone.sim.store import VirtualStore
+from overtone.sim.transport import Mailbox, SimTransport
+from overtone.transport import Exchange
 
 T = TypeVar("T")
 
 Build = Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]
-
-
-@dataclass
-class Mailbox:
-    """The collectives that the replicas have put in, by rank."""
-
-    peers: list[int] = field(default_factory=list)  # the ranks that take part in the exchange
-    posted: dict[int, Collective] = field(default_factory=dict)
-    total: Tensor | None = None  # the sum is computed once, not once per replica
-
-
-class SimTransport(AlwaysCommits):
-    """One replica's transport inside the cluster. It takes its results from the mailbox."""
-
-    def __init__(self, rank: int, size: int, mailbox: Mailbox, busy: Sequence[float]) -> None:
-        self.rank = rank
-        self.size = size
-        self.mailbox = mailbox
-        self.ledger = Ledger()
-        self._busy = busy
-
-    def now(self) -> float:
-        """The virtual time of this replica."""
-        return self._busy[self.rank]
-
-    @property
-    def peers(self) -> Sequence[int]:
-        """The ranks that take part in this exchange."""
-        return self.mailbox.peers
-
-    def _posted(self, kind: type[T]) -> list[T]:
-        posted = [self.mailbox.posted[rank] for rank in self.peers] if self.rank in self.mailbox.posted else []
-        found: list[T] = [collective for collective in posted if isinstance(collective, kind)]
-        if not found or len(found) < len(posted):
-            raise self._not_alone()
-        return found
-
-    def _not_alone(self) -> OvertoneError:
-        return OvertoneError(
-            f"replica {self.rank} of a cluster cannot exchange by itself; call step() and finish() on the Cluster"
-        )
-
-    def gather(self, message: bytes, *, most: int | None, count: Count) -> list[bytes]:  # noqa: ARG002
-        messages = [posted.message for posted in self._posted(Gather)]
-        # Like a real all-gather: first the sizes, then buffers of one length.
-        longest = max(map(len, messages))
-        if most is not None:
-            count.gathered(SIZE_BYTES, len(messages))
-        count.gathered(longest, len(messages))
-        return [message.ljust(longest, b"\0") for message in messages]
-
-    def all_to_all(self, messages: Sequence[bytes], *, most: int, count: Count) -> list[bytes]:  # noqa: ARG002
-        posted = self._posted(AllToAll)
-        longest = max(len(message) for one in posted for message in one.messages)
-        count.gathered(SIZE_BYTES, len(posted))
-        count.gathered(longest, len(posted))
-        place = list(self.peers).index(self.rank)
-        return [one.messages[place].ljust(longest, b"\0") for one in posted]
-
-    def sum(self, buffer: Tensor, *, count: Count) -> Tensor:
-        posted = self._posted(Sum)
-        if self.mailbox.total is None:
-            # In rank order, so that a run gives the same bits each time.
-            total = posted[0].buffer.clone()
-            for other in posted[1:]:
-                total.add_(other.buffer)
-            self.mailbox.total = total
-        count.summed(buffer.numel() * buffer.element_size(), len(posted))
-        return self.mailbox.total.clone()
-
-    def broadcast(self, tensors: Sequence[Tensor], *, count: Count) -> None:
-        source = self._posted(Broadcast)[0].tensors
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        count.broadcast(size, list(self.peers).index(self.rank), len(self.peers))
-        if self.rank == self.peers[0]:
-            return
-        for mine, theirs in zip(tensors, source, strict=True):
-            mine.detach().copy_(theirs.detach())
-
-    def background(self) -> Background:
-        raise self._not_alone()
 
 
 @dataclass
@@ -149,11 +70,18 @@ class Cluster:
         for absence in self.absences:
             if not 0 <= absence.rank < replicas:
                 raise OvertoneError(f"absence of rank {absence.rank}: there are ranks 0 to {replicas - 1}")
+        in_store = method.exchange == STORE
+        if in_store and self.absences:
+            raise OvertoneError(
+                "absences: in a simulated store every member posts in every round; leave them out, or use "
+                "exchange='gathered'"
+            )
+        self._ends = through_store if in_store else together  # when the replicas have the result of a collective
         self.clock = 0.0  # virtual seconds since the start
         self._busy = [0.0] * replicas  # virtual time up to which each replica has computed
         self._flight: _Flight | None = None  # the exchange that goes on beside the training
         self._random = [Randomness(seed_of(seed, rank)) for rank in range(replicas)]
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(store=VirtualStore(replicas) if in_store else None)
         self.replicas: list[Replica] = []
         for rank in range(replicas):
             with self._random[rank]:
@@ -163,6 +91,7 @@ class Cluster:
         self.method = method
         self.rounds = 0
         self.run_exchanges({rank: replica.joining() for rank, replica in enumerate(self.replicas)}, "setup")
+        self._busy[:] = [self.clock] * replicas  # training begins when the last replica has the first weights
 
     def present(self) -> list[Replica]:
         """The replicas that take part in the present round."""
@@ -289,8 +218,7 @@ class Cluster:
         results: dict[int, T] = {}
         answers: dict[int, object] = dict.fromkeys(exchanges)
         while len(results) < len(exchanges):
-            mailbox.posted.clear()
-            mailbox.total = None
+            mailbox.clear()
             errors = []
             for rank, exchange in exchanges.items():
                 try:
@@ -311,21 +239,18 @@ class Cluster:
         return [results[rank] for rank in exchanges]
 
     def _carry(self, phase: str | None, clocks: list[float]) -> dict[int, object]:
-        """Run one collective: all replicas take the result, and their clocks advance by the time of the slowest."""
+        """Run one collective: all replicas take the result, and their clocks advance until they have it."""
         posted = {rank: self.mailbox.posted[rank] for rank in sorted(self.mailbox.posted)}
         transports = {rank: self.replicas[rank].transport for rank in posted}
         answers: dict[int, object] = {rank: one.carry(transports[rank]) for rank, one in posted.items()}
-        begin = max(clocks[rank] for rank in posted)  # a collective waits for the slowest replica
-        end = begin + max(
-            self.links[rank].seconds(one.count.sent, one.count.received, one.count.hops) for rank, one in posted.items()
-        )
+        ends = self._ends({rank: one.count for rank, one in posted.items()}, self.links, clocks)
         for rank, one in posted.items():
-            one.count.waiting += end - clocks[rank]
+            one.count.waiting += ends[rank] - clocks[rank]
             if phase is not None:
                 transports[rank].ledger.add(phase, one.count)
-            clocks[rank] = end
+            clocks[rank] = ends[rank]
         if clocks is self._busy:
-            self.clock = max(self.clock, end)
+            self.clock = max(self.clock, *ends.values())
         return answers
 
 

@@ -9,9 +9,10 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from overtone.errors import MethodError, StateError
+from overtone.exchange.gathered import Gathered
 from overtone.ledger import Ledger
 from overtone.methods import Method
 from overtone.swarm.bucket import Bucket
@@ -33,6 +34,8 @@ class Store(OneProcess):
     by default half of the members. A member puts a snapshot every ``snapshot_every`` rounds, from which newcomers
     start. ``wait``: stand still until the round is committed, instead of training on. ``rounds``: how many the run has.
     """
+
+    pattern: ClassVar[str] = Gathered.name  # of all rounds: everybody reads every message
 
     url: str
     name: str | None = None
@@ -112,20 +115,9 @@ def host_name() -> str:
 
 def refuse_unfit(method: Method) -> None:
     """Refuse a method that cannot work over a store, with the reason."""
-    told = f"{method.name}: cannot live in a store"
-    if method.every is None:
-        raise MethodError(f"{told}: it never exchanges anything; leave the store out")
-    if not method.signal.keeps_start:
-        raise MethodError(f"{told}: it exchanges gradients at every step; use decoupled(), or torchrun")
-    if not method.consensus:
-        raise MethodError(f"{told}: its replicas share no anchor that could be replayed; use decoupled()")
+    if why := method.unfit_for_store:
+        raise MethodError(why)
     if method.delay:
         raise MethodError(f"delay={method.delay}: a replica never waits for a store; leave it out")
     if method.exchange == "sharded":
-        raise MethodError("exchange='sharded': everybody reads every message of a store; use gathered, or leave it out")
-    if method.drain:
-        raise MethodError(f"drain={method.drain}: replicas of a store do not end together; use drain=0")
-    if method.budget is not None:
-        raise MethodError(f"budget={method.budget}: not with a store yet; give keep or a preset")
-    if method.first_rounds:
-        raise MethodError(f"first_rounds={method.first_rounds}: not with a store yet; leave it out")
+        raise MethodError("exchange='sharded': everybody reads every message of a store; use store, or leave it out")

@@ -1,17 +1,21 @@
 // The time that the same run would take on another link.
 
 const PRESETS = [
-  { text: "1 Gbit/s, 1 ms", bandwidth: 1000, latency: 1 },
-  { text: "50 Mbit/s, 20 ms", bandwidth: 50, latency: 20 },
-  { text: "5 Mbit/s, 80 ms", bandwidth: 5, latency: 80 },
+  { text: "1 Gbit/s, 1 ms", up: 1000, down: 1000, latency: 1 },
+  { text: "50 Mbit/s, 20 ms", up: 50, down: 50, latency: 20 },
+  { text: "5 Mbit/s, 80 ms", up: 5, down: 5, latency: 80 },
+  { text: "20 up, 200 down, 20 ms", up: 20, down: 200, latency: 20 },
 ];
 
-const USUAL = { bandwidth: 50, latency: 20, step_seconds: 0.1 }; // as overtone.config.Network
+const USUAL = { up: 50, down: 50, latency: 20, step_seconds: 0.1 }; // as overtone.config.Network
 
 const linkOf = (given) => Object.fromEntries(Object.entries(USUAL).map(([name, usual]) => [name, given?.[name] ?? usual]));
 
-// As Link.seconds in overtone/sim/network.py; a link here is in Mbit/s and ms.
-const exchangeSeconds = ({ bytes, received, hops }, link) => (hops * link.latency) / 1e3 + (8 * Math.max(bytes, received)) / (link.bandwidth * 1e6);
+// As Link.seconds and Link.seconds_in_store in overtone/sim/network.py; a link here is in Mbit/s and ms.
+function exchangeSeconds({ bytes, received, hops }, link, inStore) {
+  const [up, down] = [(8 * bytes) / (link.up * 1e6), (8 * received) / (link.down * 1e6)];
+  return (hops * link.latency) / 1e3 + (inStore ? up + down : Math.max(up, down));
+}
 
 // As overtone/report/link_time.py: exchanges that go on beside the training cost what local steps do not hide.
 function linkSeconds(point, link) {
@@ -19,21 +23,23 @@ function linkSeconds(point, link) {
   const rest = { bytes: point.bytes, received: point.received, hops: point.hops };
   let waited = 0;
   for (const [steps, bytes, received, hops] of point.overlapped ?? []) {
-    waited += Math.max(0, exchangeSeconds({ bytes, received, hops }, link) - steps * link.step_seconds);
+    waited += Math.max(0, exchangeSeconds({ bytes, received, hops }, link, point.in_store) - steps * link.step_seconds);
     rest.bytes -= bytes;
     rest.received -= received;
     rest.hops -= hops;
   }
-  return point.step * link.step_seconds + waited + exchangeSeconds(rest, link);
+  return point.step * link.step_seconds + waited + exchangeSeconds(rest, link, point.in_store);
 }
 
-const linkWords = (link) =>
-  `${link.bandwidth < 1000 ? `${digits(link.bandwidth)} Mbit/s` : `${digits(link.bandwidth / 1000)} Gbit/s`}, ${digits(link.latency)} ms`;
+const rateWords = (rate) => (rate < 1000 ? `${digits(rate)} Mbit/s` : `${digits(rate / 1000)} Gbit/s`);
+
+const linkWords = ({ up, down, latency }) =>
+  `${up === down ? rateWords(up) : `${rateWords(up)} up and ${rateWords(down)} down`}, ${digits(latency)} ms`;
 
 // Shows `link` in the form and writes what the reader types back into it.
 class LinkControl {
   constructor(form, changed) {
-    this.fields = { bandwidth: byId("bandwidth"), latency: byId("latency"), step_seconds: byId("step-seconds") };
+    this.fields = { up: byId("up"), down: byId("down"), latency: byId("latency"), step_seconds: byId("step-seconds") };
     this.changed = changed;
     form.addEventListener("submit", (event) => event.preventDefault());
     for (const [name, field] of Object.entries(this.fields)) {
@@ -44,8 +50,9 @@ class LinkControl {
       });
     }
     this.buttons = PRESETS.map((preset) => {
-      const choose = () => (this.take({ bandwidth: preset.bandwidth, latency: preset.latency }), this.show(this.link));
-      return el("button", { type: "button", class: "quiet", onclick: choose }, preset.text);
+      const { text, ...values } = preset;
+      const choose = () => (this.take(values), this.show(this.link));
+      return el("button", { type: "button", class: "quiet", onclick: choose }, text);
     });
     byId("presets").append(...this.buttons);
   }
@@ -67,7 +74,7 @@ class LinkControl {
 
   mark() {
     PRESETS.forEach((preset, i) => {
-      const same = preset.bandwidth === this.link.bandwidth && preset.latency === this.link.latency;
+      const same = ["up", "down", "latency"].every((name) => preset[name] === this.link[name]);
       this.buttons[i].setAttribute("aria-pressed", String(same));
     });
   }

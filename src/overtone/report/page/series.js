@@ -79,7 +79,7 @@ function rowSeconds(row, group) {
 function pointAt(run, index) {
   if (!run.curve.step.length) return null;
   const counts = Object.fromEntries(CARRIED.map((name) => [name, run.curve[name]?.at(index) ?? 0]));
-  return { ...counts, overlapped: run.curve.overlapped?.at(index) };
+  return { ...counts, overlapped: run.curve.overlapped?.at(index), in_store: run.in_store };
 }
 
 const sorted = (values) => [...values].sort((a, b) => a - b);
