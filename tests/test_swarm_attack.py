@@ -387,12 +387,17 @@ def test_the_place_of_a_message_that_a_stranger_took_is_taken_back(
 ) -> None:
     """A stranger puts junk where the next messages, wishes to join and snapshots belong. Everybody is heard."""
     first, second = gathered(place, 2, key="secret", snapshot_every=2)
-    bucket, index = Bucket(place), first.rounds
+    settle([first, second])
+    bucket, index, stores = Bucket(place), first.rounds, [course_of(one).store for one in (first, second)]
+    for store in stores:
+        store.min_replicas = 2  # no round ends without either of them, however slow the machine is
     for other in range(index + 1, index + 5):
         bucket.create(f"snapshots/{other:08d}", b"junk")
         for process in ("0000-0001", "0001-0001", "0002-0001"):
             bucket.create(f"{folder_of(other)}/{process}", b"junk" * 100)
     together([first, second], lambda: min(first.rounds, second.rounds) >= index + 4)
+    for store in stores:
+        store.min_replicas = None
     assert "0001-0001 was there already, and cannot be believed" in caplog.text
     assert {number for ahead in range(1, 4) for number in heard_in(bucket, index + ahead)} == {0, 1}
     names = bucket.names("snapshots")
@@ -433,6 +438,55 @@ def test_what_nobody_can_read_or_write_stops_nobody(
         wait_for(lambda: "too large; it is given up" in caplog.text)
         assert "cannot create any" in mail.trouble
     close(first, second)
+
+
+@pytest.mark.parametrize("name", ["0000-0001", "commit"])
+def test_a_folder_in_the_place_of_an_object_is_named(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "deadline", lambda _: 0.1)
+    monkeypatch.setattr(mailbox, "LONGEST_BACKOFF", 0.2)
+    first = replica_at(str(tmp_path), 0)
+    course, stream = course_of(first), batches(0)
+    wrong = tmp_path / folder_of(first.rounds) / name
+    wrong.mkdir(parents=True)
+    train(first, stream, lambda: course._pending is not None)
+    told = f"{name}: a folder is in its place, or was; delete it"
+    course._stand_still(lambda: f"waits: store {tmp_path}: cannot create" in caplog.text and told in caplog.text)
+    wrong.rmdir()
+    train(first, stream, lambda: first.rounds >= 2)
+    close(first)
+
+
+# -- who is left ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("all_of_them", "dead"), [(2, 1), (4, 2)])
+def test_half_of_the_members_go_on_without_the_others(place: str, all_of_them: int, dead: int) -> None:
+    replicas = gathered(place, all_of_them)
+    together(replicas, lambda: {replica.transport.size for replica in replicas} == {all_of_them})
+    close(*replicas[-dead:])  # as if they were killed: they say nothing
+    rest = replicas[:-dead]
+    together(rest, lambda: rest[0].transport.size == len(rest))
+    index = rest[0].rounds
+    together(rest, lambda: rest[0].rounds >= index + 2)
+    close(*rest)
+
+
+def test_less_than_half_of_them_stand_still_and_say_what_to_do(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    replicas = gathered(place, 4)
+    together(replicas, lambda: {replica.transport.size for replica in replicas} == {4})
+    close(*replicas[1:])
+    course, why = course_of(replicas[0]), "1 have posted, 2 must have; start more replicas, or this one with fewer"
+    with mock.patch.object(members, "deadline", return_value=0.1):
+        while why not in caplog.text:  # what the others have posted before may still be committed
+            train(replicas[0], batches(0), lambda: course._pending is not None)
+            course._stand_still(lambda: course._pending is None or why in caplog.text)
+    index = replicas[0].rounds
+    close(replicas[0])
+    again = replica_at(place, 0, min_replicas=1)
+    train(again, batches(0), lambda: again.rounds > index + 2)
+    close(again)
 
 
 # -- an unlucky order ----------------------------------------------------------------------------------------------

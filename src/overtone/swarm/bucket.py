@@ -60,7 +60,12 @@ class Bucket:
 
         won = self._ask(f"create {path}", put)
         self._add(path, Count(sent=len(data)))
-        return won or self.read(path, len(data)) == data
+        if won:
+            return True
+        there = self.read(path, len(data))
+        if there is None:
+            raise StoreError(f"store {self.url}: cannot create {path}: a folder is in its place, or was; delete it")
+        return there == data
 
     def read(self, path: str, most: int | None = None) -> bytes | None:
         """The bytes of an object; None if it is not there. One of more than ``most`` bytes was put there by somebody

@@ -250,6 +250,8 @@ class Course:
         posted, _ = self._open.posts(self.mail.folder(self.lineage.index).posts)
         posts, least = posted.count, members.least(self.members, self.store.min_replicas)
         why = f"{posts} have posted, {least} must have"
+        if refused := self._open.refused:
+            why += f"; {refused} other objects there do not count, for reasons told before"
         if posts < least:
             why += "; start more replicas, or this one with fewer min_replicas"
         log.warning("round %d in %s waits: %s", self.lineage.index, self.store.url, self.mail.trouble or why)

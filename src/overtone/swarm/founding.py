@@ -35,7 +35,8 @@ from overtone.swarm.records import (
 )
 
 NOT_READ = (
-    "what its object `run` says cannot be believed: {why}. Give the key of this run (OVERTONE_KEY), or another store"
+    "what its object `run` says cannot be believed: {why}. Give the key of this run (OVERTONE_KEY), or another store. "
+    "If somebody without the key has written that object, delete it, and put back what was there"
 )
 MOST_TRIES = 100  # to take a number
 MOST_CLAIM = 4096  # bytes

@@ -26,6 +26,11 @@ class OpenRound:
         self._notes: dict[int, Note] = {}
         self._eligible: float | None = None  # since when the round may be committed
 
+    @property
+    def refused(self) -> int:
+        """How many objects that were posted do not count."""
+        return sum(found is None for found in self._read.values())
+
     def posts(self, raw: Mapping[Process, bytes]) -> tuple[Posts, tuple[Named, ...]]:
         """What has been posted so far, and the messages that a commit can name."""
         for process, message in raw.items():
