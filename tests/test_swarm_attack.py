@@ -22,10 +22,11 @@ from overtone.errors import WireError
 from overtone.exchange.message import HEADER_BYTES, Kind, Seal, open_message, seal_message
 from overtone.swarm import mailbox, members
 from overtone.swarm.bucket import Bucket
+from overtone.swarm.course import Course
 from overtone.swarm.lineage import far_outside
 from overtone.swarm.mailbox import Mailbox
 from overtone.swarm.members import Posts
-from overtone.swarm.records import MOST_MEMBERS, About, Commit, Member, Note, Process, commit_path, folder_of
+from overtone.swarm.records import MOST_MEMBERS, About, Commit, Member, Named, Note, Process, commit_path, folder_of
 from scenario import EVERY, backward, batches
 from test_swarm import (
     PATIENCE,
@@ -52,6 +53,15 @@ def close(*replicas: Replica) -> None:
 
 def kept_of(replica: Replica) -> list[dict[str, object]]:
     return [copy.deepcopy(part.state_dict()) for part in (replica.model, replica.inner, replica)]
+
+
+def first_message_of(course: Course) -> bytes:
+    """What the founder has posted in the open round."""
+    folder = f"{folder_of(course.lineage.index)}/0000-0001"
+    wait_for(lambda: course.store.bucket.read(folder) is not None)
+    raw = course.store.bucket.read(folder)
+    assert raw is not None
+    return raw
 
 
 def heard_in(bucket: Bucket, index: int) -> list[int]:
@@ -263,7 +273,7 @@ def test_a_commit_with_members_that_cannot_be_is_refused(wrong: dict[str, float]
         Commit.unpack(raw, 5, about, seal)
 
 
-def test_a_message_counts_only_for_the_process_that_sent_it(place: str) -> None:
+def test_a_message_counts_only_for_the_process_that_sent_it(place: str, caplog: pytest.LogCaptureFixture) -> None:
     """A copy of a virtual machine runs under the same session. What counts is the seal."""
     first, second = gathered(place, 2, key="secret")
     settle([first, second])
@@ -272,9 +282,9 @@ def test_a_message_counts_only_for_the_process_that_sent_it(place: str) -> None:
 
     def sending(path: str, data: bytes, tries: int | None = None) -> None:
         if path.endswith("/0001-0001"):  # the other one was faster, and has made another number of steps
-            header, (body, mark) = open_message(data, course.seal).header, (data[HEADER_BYTES:-16], data[-16:])
-            data = seal_message(replace(header, steps=header.steps + 1), body, course.seal)
-            others.append(mark != data[-16:])
+            header, body = open_message(data, course.seal).header, data[HEADER_BYTES:-16]
+            other = seal_message(replace(header, steps=header.steps + 1), body, course.seal)
+            others.append(course.store.bucket.create(path, other))
         send(path, data, tries)
 
     course.mail.send = sending  # type: ignore[method-assign]
@@ -287,9 +297,24 @@ def test_a_message_counts_only_for_the_process_that_sent_it(place: str) -> None:
     train(first, batches(0), lambda: first.rounds > index)
     course._stand_still(lambda: second.rounds > index)
     assert others == [True]
+    assert "0001-0001 was there already, and another process has written it" in caplog.text
     assert heard_in(Bucket(place), index) == [0, 1]
     assert second.fingerprint == first.fingerprint
     assert torch.equal(second.state.tensors["residual"], state["residual"])
+    close(first, second)
+
+
+def test_a_message_of_a_process_that_is_no_member_does_not_count(place: str) -> None:
+    """Whatever a commit says: the mean is divided by the members, so that its weight would be too large."""
+    first, second = gathered(place, 2)
+    settle([first, second])
+    course = course_of(first)
+    train(first, batches(0), lambda: course._pending is not None)
+    raw = {Process(0, 1): first_message_of(course)}
+    named = [Named(0, 1, raw[Process(0, 1)][-4:].hex())]
+    for team, left_out in ((course.members, set()), (course.members[1:], {0}), ((), {0})):
+        heard = course.lineage.hear(named, raw, team)
+        assert heard.left_out.keys() == left_out
     close(first, second)
 
 
@@ -461,10 +486,18 @@ def test_a_folder_in_the_place_of_an_object_is_named(
 # -- who is left ---------------------------------------------------------------------------------------------------
 
 
+def team_of(place: str, size: int) -> list[Replica]:
+    """Members that all train, with the usual minimum of replicas. While they gather, those that are in do not train."""
+    replicas = gathered(place, size, min_replicas=1)
+    for replica in replicas:
+        course_of(replica).store.min_replicas = None
+    together(replicas, lambda: {replica.transport.size for replica in replicas} == {size})
+    return replicas
+
+
 @pytest.mark.parametrize(("all_of_them", "dead"), [(2, 1), (4, 2)])
 def test_half_of_the_members_go_on_without_the_others(place: str, all_of_them: int, dead: int) -> None:
-    replicas = gathered(place, all_of_them)
-    together(replicas, lambda: {replica.transport.size for replica in replicas} == {all_of_them})
+    replicas = team_of(place, all_of_them)
     close(*replicas[-dead:])  # as if they were killed: they say nothing
     rest = replicas[:-dead]
     together(rest, lambda: rest[0].transport.size == len(rest))
@@ -474,8 +507,7 @@ def test_half_of_the_members_go_on_without_the_others(place: str, all_of_them: i
 
 
 def test_less_than_half_of_them_stand_still_and_say_what_to_do(place: str, caplog: pytest.LogCaptureFixture) -> None:
-    replicas = gathered(place, 4)
-    together(replicas, lambda: {replica.transport.size for replica in replicas} == {4})
+    replicas = team_of(place, 4)
     close(*replicas[1:])
     course, why = course_of(replicas[0]), "1 have posted, 2 must have; start more replicas, or this one with fewer"
     with mock.patch.object(members, "deadline", return_value=0.1):

@@ -281,7 +281,7 @@ class Course:
 
     def _absorb(self, commit: Commit, folder: Folder) -> Round:
         exchanger, pending, steps = self.exchanger, self._pending, self.exchanger.state.steps
-        heard = self.lineage.hear(commit.messages, folder.posts, len(self.members))
+        heard = self.lineage.hear(commit.messages, folder.posts, self.members)
         cost, store = self._cost("rounds"), self.store
         store.ledger.add("upkeep", self._cost("snapshots"))
         leases = self.follower.leases_after(commit, heard)

@@ -114,7 +114,7 @@ class Follower:
 
     def step(self, commit: Commit, messages: Mapping[Process, bytes]) -> Heard:
         """Step the shared state by a commit and the messages that it names."""
-        heard = self.lineage.hear(commit.messages, messages, len(self.members))
+        heard = self.lineage.hear(commit.messages, messages, self.members)
         self.lineage.follow(heard, stands=True)
         self.lineage.check(commit, heard)
         self.leases, self.members = self.leases_after(commit, heard), commit.members

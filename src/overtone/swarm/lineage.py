@@ -23,7 +23,7 @@ from overtone.exchange.message import HEADER_BYTES, NOBODY, Expected, Header, Ki
 from overtone.exchange.pattern import Contribution, Received
 from overtone.exchange.round import Exchanger
 from overtone.exchange.slab_work import SlabWork
-from overtone.swarm.records import NOTE_BYTES, Commit, Named, Note, Process, way_back
+from overtone.swarm.records import NOTE_BYTES, Commit, Member, Named, Note, Process, way_back
 
 FAR = 10.0  # times the median norm of a round's messages: a message that is larger does not count
 FEW = 3  # messages, below which nobody can say which of them is the odd one
@@ -74,10 +74,12 @@ class Lineage:
             raise WireError("anchor: the sender had another one; it must start again from the store")
         return note, replace(message, body=rest)
 
-    def hear(self, named: Sequence[Named], raw: Mapping[Process, bytes], members: int) -> Heard:
-        """Open the messages that are named, in their order, and decide which of them count."""
+    def hear(self, named: Sequence[Named], raw: Mapping[Process, bytes], members: Sequence[Member]) -> Heard:
+        """Open the messages that are named, in their order, and decide which of them count. ``members`` are those
+        before the commit."""
         begin = time.perf_counter()
-        work = self.exchanger.work(self.exchanger.method, self.pattern.name, members, self.index)
+        work = self.exchanger.work(self.exchanger.method, self.pattern.name, len(members), self.index)
+        speaking = {member.process for member in members}
         mine = Contribution(self._header(), work.codec, work.deal)
         messages: dict[int, Message] = {}
         notes: dict[int, Note] = {}
@@ -85,6 +87,8 @@ class Lineage:
         left_out: dict[int, str] = {}
         for one in named:
             try:
+                if one.process not in speaking:  # the mean is divided by the members
+                    raise WireError(f"process {one.process}: is no member")
                 note, message = self.opened(one.process, raw[one.process])
                 if message.seal.hex() != one.seal:
                     raise WireError("seal: another one than the commit names")
@@ -98,7 +102,7 @@ class Lineage:
             del messages[number], notes[number]
         headers, readers = [m.header for m in messages.values()], [Reader(m.body) for m in messages.values()]
         seconds, context = time.perf_counter() - begin, self.pattern.context
-        received = Messages(headers, left_out, seconds, messages, readers, context, mine, members)
+        received = Messages(headers, left_out, seconds, messages, readers, context, mine, len(members))
         return Heard(received, work, notes, norms, left_out)
 
     def _header(self) -> Header:

@@ -173,6 +173,9 @@ class Mailbox:
         if one.path.endswith(f"/{COMMIT}"):
             return False  # another one was faster, as most times
         if self._believed(self.bucket.read(one.path, max(self._most, len(one.data))) or b""):
+            if Process.parse(one.path.rpartition("/")[2]) is not None:
+                told = "another process has written it; does a copy of this one run?"
+                log.warning("store %s: %s was there already, and %s", self.bucket.url, one.path, told)
             return False
         log.warning(
             "store %s: %s was there already, and cannot be believed: somebody without the key has put it there. It is "

@@ -61,7 +61,7 @@ class OpenRound:
         if now - self._eligible < place * TURN:
             return None
         lineage = follower.lineage
-        heard = lineage.hear(named, raw, len(follower.members))
+        heard = lineage.hear(named, raw, follower.members)
         after, words = members.after(follower.members, posts)
         anchor = lineage.fingerprint_after(heard)
         leases = follower.renewed(after, heard)
