@@ -17,7 +17,7 @@ from overtone import Absence, Cluster, Link, Method, MethodError, OvertoneError,
 from overtone.exchange.choice import cost_of
 from overtone.ledger import Count
 from overtone.sim.store import mean_cost
-from overtone.swarm import course, members
+from overtone.swarm import members, open_round
 from overtone.swarm.records import NOTE_BYTES
 from overtone.swarm.store import Store
 from overtone.transport import Solo
@@ -94,7 +94,7 @@ def test_a_round_costs_the_bytes_of_a_real_one(tmp_path: Path, monkeypatch: pyte
     listings."""
     monkeypatch.setattr(members, "MOST_MISSED", 10**6)  # nobody is dropped while others join
     real = members_at(f"memory://{tmp_path}")
-    monkeypatch.setattr(course, "TURN", PATIENCE)  # from here on, only the member whose turn it is commits
+    monkeypatch.setattr(open_round, "TURN", PATIENCE)  # from here on, only the member whose turn it is commits
     before = [rounds_of(replica) for replica in real]
 
     def go(replica: Replica) -> None:
