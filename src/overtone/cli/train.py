@@ -81,7 +81,7 @@ def defaults(arguments: Sequence[str]) -> Train:
             raise ConfigError(f"out={out}: a resumed run stays where it is, in {resume}; leave --out away")
         directory.refuse_unused(Path(resume), "resume")
         run = replace(toml.load(Path(resume) / directory.CONFIG, run), out=Path(resume))
-        if _value_of(arguments, "--task") is None and not {"--trust-task", "--trust_task"} & {*arguments}:
+        if not _trusts(arguments):
             refuse_untrusted(run.task, Path(resume), "resume")
     if config is not None:
         run = toml.load(Path(config), run)
@@ -89,9 +89,14 @@ def defaults(arguments: Sequence[str]) -> Train:
     if store is not None:
         task = run.task.task
         run = replace(stored.inherited(store, run), replicas=1)
-        if run.task.task != task and _value_of(arguments, "--task") is None and "--trust-task" not in arguments:
+        if run.task.task != task and not _trusts(arguments):
             refuse_untrusted(run.task, Path(store), "store")
     return Train(settings=run)
+
+
+def _trusts(arguments: Sequence[str]) -> bool:
+    """True if the user names the task, or allows the one that a configuration of somebody else names."""
+    return _value_of(arguments, "--task") is not None or bool({"--trust-task", "--trust_task"} & {*arguments})
 
 
 def _value_of(arguments: Sequence[str], flag: str) -> str | None:

@@ -160,9 +160,8 @@ class Course:
         most = 0 if self.store.wait or is_last else AHEAD * every
         if pending is not None and self.exchanger.state.steps - pending.steps >= most:
             record = self._stand_still(lambda: self._pending is None) or record
-        while (
-            self.store.units_left == 0 and not self.is_over and not self.store.stopping()
-        ):  # messages came too late again and again, so that its lease was not renewed
+        # Messages came too late again and again, so that its lease was not renewed.
+        while self.store.units_left == 0 and not self.is_over and not self.store.stopping():
             if not self._is_member:
                 self._join()
             elif self._pending is None:
