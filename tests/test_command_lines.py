@@ -199,7 +199,7 @@ ODD = [
     line("report DEEPLOG", "the log has no beginning"),
     line("report /dev/zero", "/dev/zero"),
     line("report EMPTY", "the log has no beginning"),
-    line("report FOREIGN", "has no time, which format 4 of the run log requires; make the run again"),
+    line("report FOREIGN", "has no time, which format 5 of the run log requires; make the run again"),
     line("export RUN RUN", "exists already"),
     line("export nofile model", "export nofile: no run there"),
     line("train --resume nofile", "resume nofile: no run there"),

@@ -96,7 +96,7 @@ def test_of_all_who_create_an_object_one_wins(url: str) -> None:
     bucket.remove("a/b")
     bucket.remove("a/b")
     assert bucket.names("a") == {}
-    assert bucket.requests == 9
+    assert bucket.count().requests == 9
     assert bucket.count("a").sent == 1
     assert bucket.count("a").received == 2
 

@@ -31,6 +31,7 @@ from typing import Any
 from chaos.members import PATIENCE, Member, Slow
 from overtone.exchange.message import Seal, open_message
 from overtone.runs import log
+from overtone.runs.events import Event, Finish
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.records import COMMIT, About, Commit, Note, Process, commit_path, folder_of
 
@@ -191,8 +192,9 @@ def figures(trial: Trial, hanging: int) -> dict[str, Any]:
     body = json.loads(open_message(raw, seal).body)
     notes = list(_commits(bucket, seal, bytes.fromhex(body["run"])))
     logs = [log.read(member.out) for member in trial.members if (member.out / log.NAME).exists()]
-    ends = [line for lines in logs for line in lines if line["event"] == "finish"]
     rounds = [line for lines in logs for line in lines if line["event"] == "round"]
+    ended = [(lines[-1], lines) for lines in logs if lines and lines[-1]["event"] == "finish"]
+    ends = [end for end, _ in ended]
     stalls = [stall for member in trial.members[: REPLICAS - 1] for stall in _gaps(member)]
     steps = [gap for member in trial.members[:1] for gap in _gaps(member)]
     named = [len(commit.messages) for commit in notes]
@@ -212,6 +214,7 @@ def figures(trial: Trial, hanging: int) -> dict[str, Any]:
         "different anchors": len({end["anchor_fingerprint"] for end in ends}) - 1,
         "bytes up per round": fmean(line["bytes_sent"] for line in rounds),
         "bytes down per round": fmean(line["bytes_received"] for line in rounds),
+        "requests per round": fmean(_requests(end) / _rounds(lines) for end, lines in ended) if ended else math.nan,
         "loss": ends[0]["metrics"]["loss"] if ends else math.nan,
     }
 
@@ -222,6 +225,15 @@ def _commits(bucket: Bucket, seal: Seal, run: bytes) -> Iterator[Commit]:
         header = open_message(raw, seal).header
         yield Commit.unpack(raw, index, About(run, header.schema), seal)
         index += 1
+
+
+def _requests(end: Finish) -> int:
+    """The requests of a replica, without those of joining."""
+    return sum(count.get("requests", 0) for phase, count in end["bytes"].items() if phase != "setup")
+
+
+def _rounds(lines: list[Event]) -> int:
+    return sum(line["event"] == "round" for line in lines)
 
 
 def _used(bucket: Bucket, seal: Seal, commit: Commit) -> int:

@@ -24,6 +24,9 @@ class Count:
     received: int = 0
     waiting: float = 0.0
     hops: int = 0  # messages that had to pass one after another: each costs a link's latency
+    requests: int = (
+        0  # to a store, which bills them; those of a real one, with all that only looked whether it has news
+    )
 
     def add(self, other: Count) -> None:
         """Add another count to this one."""
@@ -31,6 +34,7 @@ class Count:
         self.received += other.received
         self.waiting += other.waiting
         self.hops += other.hops
+        self.requests += other.requests
 
     def gathered(self, buffer_bytes: int, size: int) -> None:
         """Count an all-gather of equal buffers: each replica sends its buffer to all others."""
@@ -100,12 +104,12 @@ class Ledger:
 
     def state_dict(self) -> dict[str, list[float]]:
         """The counts by phase, for a checkpoint."""
-        return {phase: [c.sent, c.received, c.waiting, c.hops] for phase, c in self.counts.items()}
+        return {phase: [c.sent, c.received, c.waiting, c.hops, c.requests] for phase, c in self.counts.items()}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
         """Continue from the counts of a `state_dict`."""
-        for phase, (sent, received, waiting, hops) in state.items():
-            self.counts[phase] = Count(int(sent), int(received), float(waiting), int(hops))
+        for phase, (sent, received, waiting, *whole) in state.items():  # before format 5 of the run log: no requests
+            self.counts[phase] = Count(int(sent), int(received), float(waiting), *map(int, whole))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ tests/test_run_log.py holds the list that must not change without a new number.
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-FORMAT = 4
-READABLE = (0, 1, 2, 3, 4)  # format numbers; 0 are the logs of overtone 0.1.0, which carry no number
+FORMAT = 5
+READABLE = (0, 1, 2, 3, 4, 5)  # format numbers; 0 are the logs of overtone 0.1.0, which carry no number
 
 Record = dict[str, Any]  # a line as JSON gives it, before its keys are checked
 
@@ -143,6 +143,8 @@ class PhaseCount(TypedDict):
     """Seconds that the replica stood still for others; virtual seconds in a simulation."""
     hops: int
     """Messages that had to wait for one another."""
+    requests: NotRequired[int]
+    """Requests to a store, which bills them, with those that only looked for news. Left out where there were none."""
 
 
 class Observed(TypedDict):

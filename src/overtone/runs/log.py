@@ -211,6 +211,7 @@ ADDED: dict[int, dict[str, Record]] = {
     },
     2: {"round": {"keep": None, "control": ""}},  # no method had a budget
     3: {},  # nobody observed a run
+    4: {},  # nobody counted requests
 }
 
 

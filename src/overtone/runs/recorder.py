@@ -199,7 +199,11 @@ class RunRecorder:
 
     def _bytes(self) -> dict[str, PhaseCount]:
         counts = self.replica.transport.ledger.counts
-        return {phase: cast(PhaseCount, asdict(count)) for phase, count in counts.items()}
+        found = {phase: asdict(count) for phase, count in counts.items()}
+        for phase, count in counts.items():
+            if not count.requests:
+                del found[phase]["requests"]
+        return cast(dict[str, PhaseCount], found)
 
     def _round(self, done: Round) -> RoundDone:
         return {

@@ -20,7 +20,7 @@ class Tally:
         self.observer = observer
         self.timer = timer
         self._told: dict[int, int] = {}  # by member: local steps that its last message told
-        self._received = 0  # bytes from the store, as far as they are in the ledger
+        self._counted = Count()  # of the store, as far as it is in the ledger
 
     def begin(self, index: int) -> int:
         """Count only the rounds before this one, as far as the store has them. Returns the first one."""
@@ -42,9 +42,10 @@ class Tally:
 
     def add_own(self, phase: str) -> None:
         """Add to the ledger what was read from the store since the last time."""
-        received = self.observer.archive.bucket.count().received
-        self.observer.transport.ledger.add(phase, Count(received=received - self._received))
-        self._received = received
+        now, before = self.observer.archive.bucket.count(), self._counted
+        requests = now.requests - before.requests
+        self.observer.transport.ledger.add(phase, Count(received=now.received - before.received, requests=requests))
+        self._counted = now
 
 
 def _cost(size: int, messages: int) -> Count:

@@ -30,16 +30,14 @@ _memories: dict[str, ObjectStore] = {}  # by name: several buckets of one proces
 class Bucket:
     """One run's objects. Safe to use from several threads.
 
-    `count` has the bytes up and down, and ``requests`` how often the storage was asked, which it bills. A request that
-    fails is not repeated here beyond what obstore does for HTTP: whoever asks knows how long an answer is worth waiting
-    for.
+    `count` has the bytes up and down, and the requests, which the storage bills. A request that fails is not repeated
+    here beyond what obstore does for HTTP: whoever asks knows how long an answer is worth waiting for.
     """
 
     def __init__(self, url: str, *, new: bool = True) -> None:
         """``new``: the place may be a new one. Otherwise a folder that does not exist is refused, and not made."""
         self.url = url
         self._counts: dict[str, Count] = {}
-        self.requests = 0
         self._lock = threading.Lock()
         self._store = _open(url, new)
 
@@ -58,7 +56,7 @@ class Bucket:
                 return False
             return True
 
-        won = self._ask(f"create {path}", put)
+        won = self._ask("create", path, put)
         self._add(path, Count(sent=len(data)))
         if won:
             return True
@@ -79,7 +77,7 @@ class Bucket:
                 return None
             return b"" if most is not None and found.meta["size"] > most else bytes(found.bytes())
 
-        found = self._ask(f"read {path}", get)
+        found = self._ask("read", path, get)
         self._add(path, Count(received=len(found or b"")))
         return found
 
@@ -92,7 +90,7 @@ class Bucket:
         would not have."""
         import obstore
 
-        listed = self._ask(f"list {folder}", lambda: obstore.list_with_delimiter(self._store, f"{folder}/"))
+        listed = self._ask("list", folder, lambda: obstore.list_with_delimiter(self._store, f"{folder}/"))
         return {
             str(entry["path"]).rpartition("/")[2]: (int(entry["size"]), f"{entry['e_tag']} {entry['last_modified']}")
             for entry in listed["objects"]
@@ -102,7 +100,7 @@ class Bucket:
         """The names of all folders directly in a folder, in order."""
         import obstore
 
-        listed = self._ask(f"list {folder}", lambda: obstore.list_with_delimiter(self._store, f"{folder}/"))
+        listed = self._ask("list", folder, lambda: obstore.list_with_delimiter(self._store, f"{folder}/"))
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in listed["common_prefixes"])
 
     def sizes(self, folder: str = "") -> dict[str, int]:
@@ -113,9 +111,8 @@ class Bucket:
             batches = obstore.list(self._store, folder or None, chunk_size=PAGE)
             return {str(entry["path"]): int(entry["size"]) for batch in batches for entry in batch}
 
-        found = self._ask(f"list {folder}", walk)
-        with self._lock:
-            self.requests += len(found) // PAGE
+        found = self._ask("list", folder, walk)
+        self._add(folder, Count(requests=len(found) // PAGE))
         return found
 
     def remove(self, path: str) -> None:
@@ -128,7 +125,7 @@ class Bucket:
             except FileNotFoundError:
                 return
 
-        self._ask(f"delete {path}", delete)
+        self._ask("delete", path, delete)
 
     def remove_all(self, paths: Sequence[str]) -> None:
         """Delete several objects, with few requests where the storage can do that."""
@@ -143,10 +140,10 @@ class Bucket:
 
         for begin in range(0, len(paths), PAGE):
             some = paths[begin : begin + PAGE]
-            self._ask(f"delete {some[0]} and others", lambda some=some: delete(some))  # type: ignore[misc]
+            self._ask("delete", f"{some[0]} and others", lambda some=some: delete(some))  # type: ignore[misc]
 
     def count(self, folder: str | None = None) -> Count:
-        """The bytes of the objects below a folder, or of one object that lies in none; by default of all."""
+        """Bytes and requests of the objects below a folder, or of one object that lies in none; by default of all."""
         total = Count()
         with self._lock:
             for name, one in self._counts.items():
@@ -154,14 +151,13 @@ class Bucket:
                     total.add(one)
         return total
 
-    def _ask(self, what: str, request: Callable[[], T]) -> T:
-        with self._lock:
-            self.requests += 1
+    def _ask(self, what: str, path: str, request: Callable[[], T]) -> T:
+        self._add(path, Count(requests=1))
         try:
             return request()
         except Exception as error:  # obstore has errors of many kinds, and none of them may end a thread
             why = shortened(str(error).partition("\n")[0])
-            raise StoreError(f"store {self.url}: cannot {what}: {why}") from error
+            raise StoreError(f"store {self.url}: cannot {what} {path}: {why}") from error
 
     def _add(self, path: str, count: Count) -> None:
         with self._lock:

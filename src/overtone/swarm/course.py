@@ -208,7 +208,9 @@ class Course:
             log.warning("store %s: not everything was written: %s", self.store.url, self.mail.trouble)
         self.mail.close()
         self._closed = True
-        log.info("%s asked the store %d times in this session", self.store.name, self.store.bucket.requests)
+        log.info(
+            "%s made %d requests to the store in this session", self.store.name, self.store.bucket.count().requests
+        )
         self.store.ledger.add("upkeep", self._cost("snapshots"))
         self.store.ledger.add("finish", self._cost("rounds"))
 
@@ -432,5 +434,6 @@ class Course:
         for folder in folders:
             now, before = self.store.bucket.count(folder), self._counted.get(folder, Count())
             self._counted[folder] = now
-            cost.add(Count(now.sent - before.sent, now.received - before.received))
+            made = now.requests - before.requests
+            cost.add(Count(now.sent - before.sent, now.received - before.received, requests=made))
         return cost

@@ -30,8 +30,9 @@ function numbersOf(run) {
   note("residual after it, norm", run.rounds.residual.at(-1), digits);
   note("drift between replicas", run.spread_of_replicas?.value.at(-1), (value) => percent(value, 1));
   for (const [phase, one] of Object.entries(run.finish?.bytes ?? {})) {
+    const asked = one.requests ? `, ${whole(one.requests)} requests` : "";
     const waited = one.waiting ? `, ${humanSeconds(one.waiting)} waiting` : "";
-    entries.push([`bytes, ${phase}`, `${humanBytes(one.sent)} sent, ${humanBytes(one.received)} received${waited}`]);
+    entries.push([`bytes, ${phase}`, `${humanBytes(one.sent)} sent, ${humanBytes(one.received)} received${asked}${waited}`]);
   }
   return entries;
 }
