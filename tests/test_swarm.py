@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,6 +25,7 @@ from torch import Tensor
 import overtone
 from overtone import MethodError, MismatchError, PeerError, Replica, Round, StateError, StoreError, WireError
 from overtone.exchange.message import Kind, Seal, seal_message
+from overtone.swarm import bucket as bucket_module
 from overtone.swarm import members
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.course import AHEAD, Course
@@ -114,6 +116,35 @@ def test_objects_are_listed_deleted_and_read_with_a_limit(url: str) -> None:
     bucket.remove_all(["a/b/nothing", "a/b/c", "a/d"])
     bucket.remove_all([])
     assert bucket.sizes() == {"e": 1}
+
+
+def test_a_request_that_fails_is_repeated_while_that_may_help(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import obstore
+    from obstore.exceptions import PermissionDeniedError
+
+    monkeypatch.setattr(bucket_module, "FIRST_PAUSE", 0.001)
+    errors: list[Exception] = []
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return put(*args, **options)
+
+    put = obstore.put
+    monkeypatch.setattr(obstore, "put", failing)
+    bucket = Bucket(place)
+    errors += [OSError("out of order"), OSError("out of order")]
+    assert bucket.create("a", b"1")
+    assert bucket.count().requests == 3
+    errors += [PermissionDeniedError("not you")] * 2
+    with pytest.raises(StoreError, match="cannot create b: .*not you"):
+        bucket.create("b", b"1")
+    assert len(errors) == 1, "who may not write would not be allowed to the next time either"
+    bucket.patience = 0.0
+    errors[:] = [OSError("out of order")] * 2
+    with pytest.raises(StoreError, match="out of order"):
+        bucket.create("b", b"1")
+    assert len(errors) == 1
 
 
 @pytest.mark.parametrize("wrong", ["", "ftp://x/y", "s3://", "/proc/version/x"])

@@ -37,10 +37,11 @@ from overtone.swarm.records import COMMIT, About, Commit, Note, Process, commit_
 
 RUNS = Path("runs/chaos")
 RESULTS = Path("benchmarks/results")
-TASK = ("--width", "64", "--layers", "2", "--heads", "4", "--batch", "4", "--log-every", "1", "--keep", "128")
+TASK = ("--width", "64", "--layers", "2", "--heads", "4", "--batch", "16", "--log-every", "1", "--keep", "128")
 EVERY = 10
 REPLICAS = 4
 MOST = 6  # members at a time, with newcomers
+LONGEST = 20.0  # seconds after which something is undone, though no round may have passed
 
 S3 = """
 import sys
@@ -94,67 +95,80 @@ class Trial:
 
 
 class Disturber:
-    """Does something about every fifth round, as a seed says, and undoes it some rounds later."""
+    """Does something about every fifth round, as a seed says, and undoes it some rounds later. Half of all replicas
+    live at any time."""
 
     def __init__(self, trial: Trial, seed: int) -> None:
         self.trial = trial
         self.random = random.Random(seed)
-        self.later: list[tuple[int, Callable[[], None]]] = []
+        self.later: list[tuple[int, float, Callable[[], None]]] = []
         self.kinds = [self.kill, self.freeze, self.restart, self.join, self.fail]
 
     def at(self, index: int) -> None:
-        """A round is open: undo what is due, and perhaps do something."""
-        for due, undo in [one for one in self.later if one[0] <= index]:
-            undo()
-            self.later.remove((due, undo))
-        if index and self.random.random() < 0.2:
-            self.random.choice(self.kinds)(index)
+        """A round is open: perhaps do something."""
+        if index and self.random.random() < 0.25:  # some of it is not possible, or not over, when its turn comes
+            any(kind(index) for kind in self.random.sample(self.kinds, 2))
+
+    def undo(self, index: int) -> None:
+        """Undo what is due."""
+        now = time.monotonic()
+        for one in [one for one in self.later if one[0] <= index or one[1] <= now]:
+            one[2]()
+            self.later.remove(one)
+
+    def _later(self, index: int, undo: Callable[[], None]) -> None:
+        self.later.append((index, time.monotonic() + LONGEST, undo))
 
     def _victim(self) -> Member | None:
-        """A member that may be disturbed: so that more than half of all still live."""
+        """A member that may be disturbed."""
         alive = [member for member in self.trial.members if member.lives]
-        return self.random.choice(alive) if len(alive) > 1 + len(self.trial.members) // 2 else None
+        return self.random.choice(alive) if 2 * len(alive) > 1 + len(self.trial.members) else None
 
     def _tell(self, index: int, words: str) -> None:
         self.trial.events.append(f"round {index}: {words}")
         print(f"round {index}: {words}", flush=True)
 
-    def kill(self, index: int) -> None:
+    def kill(self, index: int) -> bool:
         if victim := self._victim():
             self._tell(index, f"kill -9 of m{victim.number}")
             victim.kill()
-            self.later.append((index + self.random.randint(1, 4), victim.start))
+            self._later(index + self.random.randint(1, 4), victim.start)
+        return victim is not None
 
-    def freeze(self, index: int) -> None:
+    def freeze(self, index: int) -> bool:
         if victim := self._victim():
             rounds = self.random.randint(1, 8)  # after 4 rounds of silence it is no member any more
             self._tell(index, f"m{victim.number} is frozen for {rounds} rounds")
             victim.stop()
-            self.later.append((index + rounds, victim.go_on))
+            self._later(index + rounds, victim.go_on)
+        return victim is not None
 
-    def restart(self, index: int) -> None:
+    def restart(self, index: int) -> bool:
         if victim := self._victim():
             self._tell(index, f"m{victim.number} restarts")
             victim.restart()
+        return victim is not None
 
-    def join(self, index: int) -> None:
-        if len(self.trial.members) < MOST:
-            member = self.trial.add(clock=self.random.uniform(-600, 600))
-            self._tell(index, f"m{member.number} comes")
+    def join(self, index: int) -> bool:
+        if len(self.trial.members) >= MOST:
+            return False
+        member = self.trial.add(clock=self.random.uniform(-600, 600))
+        self._tell(index, f"m{member.number} comes")
+        return True
 
-    def fail(self, index: int) -> None:
+    def fail(self, index: int) -> bool:
         self._tell(index, "the store fails for 2 rounds, or 5 s")
         faults = self.trial.folder / "faults"
         faults.touch()
         begin = time.monotonic()
-        self.later.append((index + 2, lambda: faults.unlink(missing_ok=True)))
         while self.trial.committed() < index + 2 and time.monotonic() < begin + 5:
             time.sleep(0.1)
-        faults.unlink(missing_ok=True)
+        faults.unlink()
+        return True
 
     def end(self) -> None:
         """Undo everything."""
-        for _, undo in self.later:
+        for _, _, undo in self.later:
             undo()
 
 
@@ -165,6 +179,7 @@ def disturbed(trial: Trial, seed: int) -> int:
     slow, disturber, seen = Slow(trial.members[-1]), Disturber(trial, seed), -1
     end = time.monotonic() + PATIENCE + 20 * trial.rounds
     while (index := trial.committed()) < trial.rounds and time.monotonic() < end:
+        disturber.undo(index)
         if index > seen:
             seen = index
             disturber.at(index)

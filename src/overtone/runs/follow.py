@@ -84,6 +84,7 @@ def follow(url: str, how: Following, stop: StopRequest) -> None:
     observer = observer_of(archive, config, task, device_for(how.device, 0))
     ends = [number for number in (done, None if how.until_round is None else how.until_round + 1) if number is not None]
     observer.begin(from_start=how.from_start, most=min(ends, default=None))
+    archive.bucket.patience = 0.0  # from here on the session asks again by itself, and hears of signals in between
     session = _Session(config, task, observer, folder, lock, how, stop)
     session.open(resumes=done is not None)
     session.recorder.seconds_starting = time.perf_counter() - begun

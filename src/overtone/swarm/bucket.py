@@ -5,8 +5,10 @@ Everything else relies on one promise of the storage: of all who create an objec
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +21,12 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 INSTALL = "pip install 'overtone[swarm]'"
 KINDS = "a folder, s3://bucket/path, gs://bucket/path, az://account/container/path or memory://name"
+PATIENCE = 60.0  # seconds until a request that fails again and again is given up
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
 PAGE = 1000  # objects that a storage lists, or deletes, in one request
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 _memories: dict[str, ObjectStore] = {}  # by name: several buckets of one process may share one, as tests do
@@ -30,13 +35,14 @@ _memories: dict[str, ObjectStore] = {}  # by name: several buckets of one proces
 class Bucket:
     """One run's objects. Safe to use from several threads.
 
-    `count` has the bytes up and down, and the requests, which the storage bills. A request that fails is not repeated
-    here beyond what obstore does for HTTP: whoever asks knows how long an answer is worth waiting for.
+    `count` has the bytes up and down, and the requests, which the storage bills. A request that fails is repeated for
+    ``patience`` seconds, if another try may help. Whoever has better things to do than to wait sets that to 0.
     """
 
     def __init__(self, url: str, *, new: bool = True) -> None:
         """``new``: the place may be a new one. Otherwise a folder that does not exist is refused, and not made."""
         self.url = url
+        self.patience = PATIENCE
         self._counts: dict[str, Count] = {}
         self._lock = threading.Lock()
         self._store = _open(url, new)
@@ -152,16 +158,32 @@ class Bucket:
         return total
 
     def _ask(self, what: str, path: str, request: Callable[[], T]) -> T:
-        self._add(path, Count(requests=1))
-        try:
-            return request()
-        except Exception as error:  # obstore has errors of many kinds, and none of them may end a thread
-            why = shortened(str(error).partition("\n")[0])
-            raise StoreError(f"store {self.url}: cannot {what} {path}: {why}") from error
+        end, pause = time.monotonic() + self.patience, FIRST_PAUSE
+        while True:
+            self._add(path, Count(requests=1))
+            try:
+                return request()
+            except Exception as error:  # obstore has errors of many kinds, and none of them may end a thread
+                why = f"store {self.url}: cannot {what} {path}: {shortened(str(error).partition(chr(10))[0])}"
+                if time.monotonic() + pause > end or _is_for_good(error):
+                    raise StoreError(why) from error
+            if pause == FIRST_PAUSE:
+                log.warning("%s; it is asked again, for up to %.0f s", why, self.patience)
+            time.sleep(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
 
     def _add(self, path: str, count: Count) -> None:
         with self._lock:
             self._counts.setdefault(path.partition("/")[0], Count()).add(count)
+
+
+def _is_for_good(error: Exception) -> bool:
+    """Whether the same request would fail again, however often it is made."""
+    from obstore import exceptions as ex
+
+    kinds = (ex.InvalidPathError, ex.NotFoundError, ex.NotSupportedError, ex.PermissionDeniedError,
+             ex.UnauthenticatedError, ex.UnknownConfigurationKeyError, FileNotFoundError, PermissionError)  # fmt: skip
+    return isinstance(error, kinds)
 
 
 def _open(url: str, new: bool) -> ObjectStore:

@@ -103,6 +103,7 @@ class Course:
         else:
             taken = founding.take_number(bucket, self.seal, founded, store.name, host_name(), self.members)
             store.become(*taken)
+        bucket.patience = 0.0  # from here on the mailbox asks again, and the training does not wait
         longest = self.lineage.longest
         self.mail = Mailbox(bucket, self.lineage.index, longest, lambda raw: is_sealed(raw, self.seal))
         self._open = OpenRound(self.follower)
