@@ -57,6 +57,10 @@ def started(commands: Sequence[Sequence[str]], folder: Path, **env: str) -> Iter
             )
     try:
         yield logs
+    except AssertionError:
+        for log in logs:
+            print(f"-- {log}\n{log.read_text(errors='replace')[-4000:]}")
+        raise
     finally:
         for process in processes:
             for child in descendants(process.pid):

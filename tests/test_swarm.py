@@ -137,7 +137,7 @@ def test_a_request_that_fails_is_repeated_while_that_may_help(place: str, monkey
     assert bucket.create("a", b"1")
     assert bucket.count().requests == 3
     errors += [PermissionDeniedError("not you")] * 2
-    with pytest.raises(StoreError, match="cannot create b: .*not you"):
+    with pytest.raises(StoreError, match=r"cannot create b: .*not you"):
         bucket.create("b", b"1")
     assert len(errors) == 1, "who may not write would not be allowed to the next time either"
     bucket.patience = 0.0

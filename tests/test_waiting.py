@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import worlds
 from overtone import Replica
-from overtone.errors import MethodError, PeerError, ReplicaError
+from overtone.errors import MethodError, PeerError, RelayedError, ReplicaError
 from overtone.ledger import Count
 from overtone.runs import log
 from overtone.runs.launch import supervisor
@@ -167,6 +167,25 @@ def test_a_replica_that_waits_one_exchange_behind_is_not_the_missing_one() -> No
     finally:
         for board in (first, missing, behind):
             board.close()
+
+
+def leaving() -> str:
+    """Rank 2 gives up in the rounds. The others wait on a second channel, as stop votes do."""
+    transport = Torch()
+    channel = transport.branch()
+    if transport.rank == 2:
+        transport.leave("rank 1 did not answer")
+        return ""
+    with pytest.raises(RelayedError) as found:
+        channel.gather(b"a vote", most=None, count=Count())
+    return str(found.value)
+
+
+@pytest.mark.slow
+def test_last_words_are_heard_on_every_channel(tmp_path: Path) -> None:
+    results = worlds.run(leaving, size=3, folder=tmp_path)
+    for result in results[:2]:
+        assert "rank 2 left: rank 1 did not answer" in result["value"], result
 
 
 class Work:

@@ -51,11 +51,13 @@ class Note:
 
 
 class Board:
-    """One replica's view of the notes. ``name`` distinguishes the boards in one store."""
+    """One replica's view of the notes. ``name`` distinguishes the boards in one store. ``words``: the board on which
+    last words are written and looked for, if that is another one."""
 
-    def __init__(self, store: Store | None, name: str, rank: int, size: int) -> None:
+    def __init__(self, store: Store | None, name: str, rank: int, size: int, words: str = "") -> None:
         self.store = store
         self.name = name
+        self.words = words or name
         self.rank = rank
         self.others = [other for other in range(size) if other != rank]
         self.exchange = 0
@@ -150,7 +152,7 @@ class Board:
     def leave(self, words: str) -> None:
         """Write this replica's last words, for the peers that lose their connection to it."""
         if self.store is not None:
-            _within(ANSWER, lambda: self._put("left", words), None)
+            _within(ANSWER, lambda: self._put("left", words, self.words), None)
 
     def last_words(self) -> dict[int, str]:
         """The last words of the replicas that have left, by rank."""
@@ -160,24 +162,26 @@ class Board:
 
     def _all_last_words(self) -> Iterable[tuple[int, str]]:
         for other in self.others:
-            if words := self._get("left", other):
+            if words := self._get("left", other, self.words):
                 yield other, printable(words.decode(errors="replace"))
 
     # -- the store -------------------------------------------------------------------------------------------------
 
-    def _key(self, what: str, rank: int) -> str:
-        return f"overtone/{self.name}/{what}/{rank}"
+    def _key(self, what: str, rank: int, name: str) -> str:
+        return f"overtone/{name or self.name}/{what}/{rank}"
 
-    def _put(self, what: str, words: str) -> None:
+    def _put(self, what: str, words: str, name: str = "") -> None:
         if self.store is not None:
-            self.store.set(self._key(what, self.rank), words)
+            self.store.set(self._key(what, self.rank, name), words)
 
-    def _check(self, what: str, rank: int) -> bool:
-        return self.store is not None and self.store.check([self._key(what, rank)])
+    def _check(self, what: str, rank: int, name: str = "") -> bool:
+        return self.store is not None and self.store.check([self._key(what, rank, name)])
 
-    def _get(self, what: str, rank: int) -> bytes:
+    def _get(self, what: str, rank: int, name: str = "") -> bytes:
         # `check` first: `get` would wait for a key that does not exist.
-        return self.store.get(self._key(what, rank)) if self.store is not None and self._check(what, rank) else b""
+        if self.store is None or not self._check(what, rank, name):
+            return b""
+        return self.store.get(self._key(what, rank, name))
 
 
 def _read(raw: bytes) -> Note | None:

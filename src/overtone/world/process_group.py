@@ -41,7 +41,12 @@ class Torch(AlwaysCommits):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, timeout: float | None = None, ledger: Ledger | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float | None = None,
+        ledger: Ledger | None = None,
+        words: str = "",  # the board for last words, if it is another transport's
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
@@ -51,7 +56,8 @@ class Torch(AlwaysCommits):
         on_gpu = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         name = str(self._collectives.group_name)
-        self.watchdog = Watchdog(Board(_store(), f"{name}.{next(_boards[name])}", self.rank, self.size), timeout)
+        board = Board(_store(), f"{name}.{next(_boards[name])}", self.rank, self.size, words)
+        self.watchdog = Watchdog(board, timeout)
 
     @property
     def _collectives(self) -> Any:
@@ -73,7 +79,9 @@ class Torch(AlwaysCommits):
         with self._exchanging(count):
             group = self.watchdog.call(made, self.watchdog.limit(), self.watchdog.board.absent, "joining once more")
         self.ledger.add("upkeep", count)
-        return Torch(group, timeout=self.watchdog.timeout, ledger=self.ledger)
+        # Whichever channel is first to see that a peer is gone: it must find what the peer said, on whichever it did.
+        words = self.watchdog.board.words
+        return Torch(group, timeout=self.watchdog.timeout, ledger=self.ledger, words=words)
 
     def background(self) -> Background:
         """A second channel for exchanges that go on beside the training."""
