@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from test_swarm import (
     come_back,
     course_of,
     gathered,
+    going_on,
     owed,
     replica_at,
     settle,
@@ -74,7 +76,7 @@ def heard_in(bucket: Bucket, index: int) -> list[int]:
 
 def joining(url: str, first: Replica, rank: int, **options: object) -> Replica:
     """A replica that joins while another one trains."""
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, going_on(first):
         other = pool.submit(replica_at, url, rank, **options)
         train(first, batches(0), other.done)
     return other.result()
@@ -114,6 +116,36 @@ def test_what_a_process_in_between_has_sent_is_not_owed_again(place: str) -> Non
     fourth = come_back(place, first, kept)
     assert not owed([fourth]).any()
     close(first, fourth)
+
+
+def test_a_state_is_loaded_though_the_store_fails_meanwhile(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the commits since say of this member is read from the store: a request that fails is repeated."""
+    first, second = gathered(place, 2, min_replicas=1)
+    settle([first, second])
+    backward(second, next(batches(1)))
+    second.step()
+    kept, expected = kept_of(second), owed([second])
+    course_of(second).mail.close()
+    third = joining(place, first, 1, min_replicas=1)
+    failed: list[str] = []
+
+    def failing(store: ObjectStore, path: str, *args: object, **options: object) -> object:
+        if threading.current_thread() is threading.main_thread() and not failed:
+            failed.append(path)
+            raise OSError("out of order")
+        return get(store, path, *args, **options)
+
+    get = obstore.get
+    monkeypatch.setattr(obstore, "get", failing)
+    for part, saved in zip((third.model, third.inner, third), kept, strict=True):
+        part.load_state_dict(saved)
+    assert [path.rpartition("/")[2] for path in failed] == ["commit"]
+    assert torch.allclose(owed([third]), expected, atol=1e-6)
+    failed.clear()
+    course_of(third).store.bucket.patience = 0.0
+    with pytest.raises(StoreError, match="out of order"):
+        third.load_state_dict(kept[2])
+    close(first, third)
 
 
 def test_a_second_process_takes_the_place_of_one_that_speaks_in_every_round() -> None:
@@ -363,7 +395,10 @@ def test_junk_in_all_places_of_claims_is_named(place: str) -> None:
         replica_at(place, 1)
 
 
-def test_nobody_takes_the_number_of_a_member_whose_claim_was_deleted(place: str) -> None:
+def test_nobody_takes_the_number_of_a_member_whose_claim_was_deleted(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "MOST_MISSED", 10**6)  # a member stays one, however slow the machine is
     first, second = gathered(place, 2, min_replicas=1)
     bucket = Bucket(place)
     for name in bucket.names("members"):
@@ -421,8 +456,6 @@ def test_the_place_of_a_message_that_a_stranger_took_is_taken_back(
         for process in ("0000-0001", "0001-0001", "0002-0001"):
             bucket.create(f"{folder_of(other)}/{process}", b"junk" * 100)
     together([first, second], lambda: min(first.rounds, second.rounds) >= index + 4)
-    for store in stores:
-        store.min_replicas = None
     assert "0001-0001 was there already, and cannot be believed" in caplog.text
     assert {number for ahead in range(1, 4) for number in heard_in(bucket, index + ahead)} == {0, 1}
     names = bucket.names("snapshots")

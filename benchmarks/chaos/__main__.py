@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from chaos.members import PATIENCE, Member, Slow
@@ -208,30 +208,45 @@ def figures(trial: Trial, hanging: int) -> dict[str, Any]:
     notes = list(_commits(bucket, seal, bytes.fromhex(body["run"])))
     logs = [log.read(member.out) for member in trial.members if (member.out / log.NAME).exists()]
     rounds = [line for lines in logs for line in lines if line["event"] == "round"]
-    ended = [(lines[-1], lines) for lines in logs if lines and lines[-1]["event"] == "finish"]
-    ends = [end for end, _ in ended]
-    stalls = [stall for member in trial.members[: REPLICAS - 1] for stall in _gaps(member)]
-    steps = [gap for member in trial.members[:1] for gap in _gaps(member)]
+    ends = [lines[-1] for lines in logs if lines and lines[-1]["event"] == "finish"]
+    stalls = [stall for member in trial.members for stall in _stalls(member)]
     named = [len(commit.messages) for commit in notes]
+    audit = _audit(trial.url)
     return {
         "rounds": len(notes),
         "events": trial.events,
-        "members": len(trial.members),
-        "messages": sum(named),
-        "heard of a round": fmean(named),
+        "replicas, in all": len(trial.members),
         "members of a round": fmean(len(commit.members) for commit in notes),
+        "messages of a round": fmean(named),
         "messages left out": sum(len(commit.left_out) for commit in notes),
         "local steps that counted": sum(_used(bucket, seal, commit) for commit in notes),
-        "longest stall (s)": max(stalls, default=math.nan),
-        "median step (s)": median(steps) if steps else math.nan,
-        "hangs": hanging,
-        "ended": len(ends),
-        "different anchors": len({end["anchor_fingerprint"] for end in ends}) - 1,
-        "bytes up per round": fmean(line["bytes_sent"] for line in rounds),
-        "bytes down per round": fmean(line["bytes_received"] for line in rounds),
-        "requests per round": fmean(_requests(end) / _rounds(lines) for end, lines in ended) if ended else math.nan,
-        "loss": ends[0]["metrics"]["loss"] if ends else math.nan,
+        "seconds of a round": _seconds(logs) / max(1, len(notes)),
+        "longest stall of a live replica (s)": max(stalls, default=0.0),
+        "time that replicas stood still (%)": 100 * fmean(end["waiting_share"] for end in ends),
+        "processes that hang": hanging,
+        "processes that ended with an error": sum(member.failed for member in trial.members),
+        "divergent anchors": len({end["anchor_fingerprint"] for end in ends}) - 1,
+        "rounds replayed by an audit": audit["replayed"],
+        "faults that the audit found": len(audit["faults"]),
+        "bytes up, replica and round": _up(rounds),
+        "bytes down, replica and round": fmean(line["bytes_received"] for line in rounds),
+        "requests, replica and round": _requests(ends) / sum(len(commit.members) for commit in notes),
+        "loss": ends[0]["metrics"]["loss"],
     }
+
+
+def _up(rounds: list[Event]) -> float:
+    return fmean(line["bytes_sent"] for line in rounds)
+
+
+def _audit(url: str) -> dict[str, Any]:
+    """What `overtone replay --verify` finds, on the store alone."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, "-m", "overtone", "replay", url, "--verify", "--json", file.name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode not in (0, 1):
+            raise RuntimeError(done.stderr)
+        return dict(json.loads(Path(file.name).read_text()))
 
 
 def _commits(bucket: Bucket, seal: Seal, run: bytes) -> Iterator[Commit]:
@@ -242,13 +257,14 @@ def _commits(bucket: Bucket, seal: Seal, run: bytes) -> Iterator[Commit]:
         index += 1
 
 
-def _requests(end: Finish) -> int:
-    """The requests of a replica, without those of joining."""
-    return sum(count.get("requests", 0) for phase, count in end["bytes"].items() if phase != "setup")
+def _requests(ends: list[Finish]) -> int:
+    """The requests of all replicas, without those of joining."""
+    return sum(count.get("requests", 0) for end in ends for phase, count in end["bytes"].items() if phase != "setup")
 
 
-def _rounds(lines: list[Event]) -> int:
-    return sum(line["event"] == "round" for line in lines)
+def _seconds(logs: list[list[Event]]) -> float:
+    """From the first line to the last of the founder, whose clock is as wrong at both."""
+    return float(logs[0][-1]["time"] - logs[0][0]["time"])
 
 
 def _used(bucket: Bucket, seal: Seal, commit: Commit) -> int:
@@ -261,18 +277,14 @@ def _used(bucket: Bucket, seal: Seal, commit: Commit) -> int:
     return used
 
 
-def _gaps(member: Member) -> list[float]:
-    """The seconds between two local steps of a member that was not held up by us."""
-    gaps, before = [], None
+def _stalls(member: Member) -> Iterator[float]:
+    """The seconds that a member stood still for the store or for others, by round, where it was not held up by us."""
     for line in log.read(member.out) if (member.out / log.NAME).exists() else []:
-        if line["event"] in ("start", "resume"):
-            before = None
-        elif line["event"] == "train":
-            now = line["time"] - member.clock
-            if before is not None and not any(begin < now and end > before for begin, end in member.held):
-                gaps.append(now - before)
-            before = now
-    return gaps
+        if line["event"] == "round":
+            end = line["time"] - member.clock
+            begin = end - line["seconds_waiting"]
+            if not any(held < end and until > begin for held, until in member.held):
+                yield line["seconds_waiting"]
 
 
 # -- the study ---------------------------------------------------------------------------------------------------------

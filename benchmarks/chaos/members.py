@@ -38,6 +38,11 @@ class Member:
         """True if its process is there and may run."""
         return self.process is not None and self.process.poll() is None and not self.since
 
+    @property
+    def failed(self) -> bool:
+        """True if its last process has ended with an error."""
+        return self.process is not None and self.process.returncode != 0
+
     def start(self) -> None:
         """Start its process, or start it again."""
         env = {

@@ -71,6 +71,7 @@ class Course:
         self._posted_steps = 0  # local steps so far, then
         self._counted: dict[str, Count] = {}  # of the bucket, by folder, as far as it is in the ledger
         self._phase = "setup"  # of the ledger, to which standing still belongs
+        self._stands_since: float | None = None  # the moment from which on it is not counted yet
         self._enter(description)
 
     # -- joining ---------------------------------------------------------------------------------------------------
@@ -103,7 +104,6 @@ class Course:
         else:
             taken = founding.take_number(bucket, self.seal, founded, store.name, host_name(), self.members)
             store.become(*taken)
-        bucket.patience = 0.0  # from here on the mailbox asks again, and the training does not wait
         longest = self.lineage.longest
         self.mail = Mailbox(bucket, self.lineage.index, longest, lambda raw: is_sealed(raw, self.seal))
         self._open = OpenRound(self.follower)
@@ -146,6 +146,7 @@ class Course:
         """Absorb a commit if one has come, then post and commit what is due. Returns the record of a commit."""
         if self._closed:
             raise StateError("step: this replica has finished, and is no member any more; build a new one")
+        self.store.bucket.patience = 0.0  # from the first step on the mailbox asks again, and the training never waits
         record = None
         while (found := self._turn()) is not None:  # one a step would leave a replica of long steps behind for ever
             record = found
@@ -234,6 +235,7 @@ class Course:
     def _stand_still(self, until: Callable[[], bool]) -> Round | None:
         """Absorb and commit until something is true. Returns the last record."""
         begin, last = time.monotonic(), None
+        self._stands_since = begin
         tell = PATIENCE * members.deadline(self.members)  # seconds
         while not until() and not self.store.stopping():
             if (record := self._turn()) is not None:
@@ -244,8 +246,16 @@ class Course:
                 tell *= 2
                 self._tell_why()
             time.sleep(NAP)
-        self.store.ledger.add(self._phase, Count(waiting=time.monotonic() - begin))
+        self.store.ledger.add(self._phase, Count(waiting=self._waited()))
+        self._stands_since = None
         return last
+
+    def _waited(self) -> float:
+        """Seconds in which this replica has stood still, since they were counted last."""
+        if self._stands_since is None:
+            return 0.0
+        begin, self._stands_since = self._stands_since, time.monotonic()
+        return self._stands_since - begin
 
     def _tell_why(self) -> None:
         """Tell a person why nothing goes on."""
@@ -285,6 +295,8 @@ class Course:
         exchanger, pending, steps = self.exchanger, self._pending, self.exchanger.state.steps
         heard = self.lineage.hear(commit.messages, folder.posts, self.members)
         cost, store = self._cost("rounds"), self.store
+        if self._phase == "rounds":
+            cost.waiting = self._waited()
         store.ledger.add("upkeep", self._cost("snapshots"))
         leases = self.follower.leases_after(commit, heard)
         self._pending = None
@@ -293,7 +305,7 @@ class Course:
         self._has_counted = pending is not None and named and store.rank in heard.notes
         if pending is not None and self._has_counted:
             pending.received, pending.count = heard.received, cost
-            record = exchanger.finish(pending)
+            record = exchanger.finish(pending, waited=cost.waiting)
             store.used -= heard.notes[store.rank].samples
             self._refusals = 0
         else:
@@ -343,7 +355,7 @@ class Course:
             bytes_sent=cost.sent,
             bytes_received=cost.received,
             seconds_encoding=0.0,
-            seconds_waiting=0.0,
+            seconds_waiting=cost.waiting,
             seconds_decoding=heard.received.seconds,
             drift_norm=0.0,
             residual_norm=0.0,

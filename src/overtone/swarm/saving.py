@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from overtone.errors import StateError, shortened
+from overtone.errors import StateError, StoreError, shortened
 from overtone.exchange import flight
 from overtone.exchange.description import Description, compare_saved
+from overtone.ledger import Ledger
 from overtone.swarm.follower import Follower
 from overtone.swarm.store import Store
 
@@ -64,15 +65,20 @@ def restore(follower: Follower, store: Store, saved: Mapping[str, Any], descript
         begin = layout.read(saved["signal"], layout.empty(exchanger.device)).clone()
         now = layout.read(exchanger.parameters.tensors, layout.empty(exchanger.device))
         owed = saved["state"]["residual"] + (begin - now)
+        ledger = Ledger()
+        ledger.load_state_dict(saved["ledger"])
+        costs = [(store.ledger.counts[phase], before) for phase, before in ledger.counts.items()]
         if owed.shape != exchanger.state.tensors["residual"].shape or not bool(torch.isfinite(owed).all()):
             raise ValueError("a residual that is not this model's")
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, StateError):
+        if isinstance(error, StateError | StoreError):
             raise
         raise StateError(f"saved state: incomplete or damaged ({shortened(error)})") from error
     if spoken:
         log.warning("saved state: this member has sent a later message, which counted; what was owed is dropped")
         owed.zero_()
+    for cost, before in costs:  # what it has cost to come back is in the ledger already
+        cost.add(before)
     exchanger.state.tensors["residual"].copy_(owed)
     exchanger.state.steps = exchanger.state.steps_at_round = steps
     store.used = 0 if spoken or not present else max(0, used)
