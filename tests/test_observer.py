@@ -122,12 +122,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     def go(rank: int) -> None:
         torch.set_num_threads(1)
         model = task.model()
-        store = Store(made.url, name=f"m{rank}", snapshot_every=SNAPSHOTS, units=400, settings=settings)
+        # All join in round 0, which is not committed before.
+        store = Store(made.url, f"m{rank}", min_replicas=3, snapshot_every=SNAPSHOTS, units=400, settings=settings)
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
         replica = Replica(model, inner, config.choice.build(), store, key=KEY)
         feed, noise = task.feed(rank, 3, batch=2, seed=0, skew=0.0), [rank == 2]
 
         def step() -> None:
+            if replica.rounds:
+                store.min_replicas = None
             store.next_unit()
             replica.inner.zero_grad()
             task.loss(replica.model, feed.next()).backward()

@@ -34,7 +34,7 @@ from test_swarm import (
     come_back,
     course_of,
     gathered,
-    going_on,
+    joining,
     owed,
     replica_at,
     settle,
@@ -74,12 +74,9 @@ def heard_in(bucket: Bucket, index: int) -> list[int]:
     return [one["number"] for one in commit["messages"] if one["number"] not in commit["left_out"]]
 
 
-def joining(url: str, first: Replica, rank: int, **options: object) -> Replica:
-    """A replica that joins while another one trains."""
-    with ThreadPoolExecutor(1) as pool, going_on(first):
-        other = pool.submit(replica_at, url, rank, **options)
-        train(first, batches(0), other.done)
-    return other.result()
+def joined(url: str, first: Replica, rank: int, **options: object) -> Replica:
+    """A replica that has joined while another one trained."""
+    return joining(first, lambda: replica_at(url, rank, **options))  # type: ignore[arg-type]
 
 
 def together(replicas: list[Replica], until: Callable[[], bool]) -> list[Round]:
@@ -126,7 +123,7 @@ def test_a_state_is_loaded_though_the_store_fails_meanwhile(place: str, monkeypa
     second.step()
     kept, expected = kept_of(second), owed([second])
     course_of(second).mail.close()
-    third = joining(place, first, 1, min_replicas=1)
+    third = joined(place, first, 1, min_replicas=1)
     failed: list[str] = []
 
     def failing(store: ObjectStore, path: str, *args: object, **options: object) -> object:
@@ -252,7 +249,10 @@ def test_a_newcomer_whose_wishes_come_too_late_says_so(place: str, caplog: pytes
             send(mail, path, data, tries)
 
     with mock.patch.object(Mailbox, "send", sending):
-        close(first, joining(place, first, 1))
+        with ThreadPoolExecutor(1) as pool:  # the rounds go on without it
+            other = pool.submit(replica_at, place, 1)
+            train(first, batches(0), other.done)
+        close(first, other.result())
 
 
 @pytest.mark.parametrize("name", ["m0", "m1"])
@@ -379,9 +379,9 @@ def test_a_wrong_commit_is_told_with_the_way_back(place: str) -> None:
 def test_junk_among_the_claims_keeps_nobody_out(place: str, junk: str) -> None:
     first = replica_at(place, 0, min_replicas=1, key="secret")
     Bucket(place).create(f"members/{junk}", b"junk")
-    other = joining(place, first, 1, key="secret")
+    other = joined(place, first, 1, key="secret")
     close(first)
-    again = joining(place, other, 0, key="secret")
+    again = joined(place, other, 0, key="secret")
     assert (other.transport.rank, again.transport.rank) == (1, 0)
     close(other, again)
 
@@ -403,10 +403,10 @@ def test_nobody_takes_the_number_of_a_member_whose_claim_was_deleted(
     bucket = Bucket(place)
     for name in bucket.names("members"):
         bucket.remove(f"members/{name}")
-    stranger = joining(place, first, 2)
+    stranger = joined(place, first, 2)
     assert stranger.transport.rank == 2
     close(second)
-    again = joining(place, first, 1)
+    again = joined(place, first, 1)
     assert course_of(again).store.process == Process(1, 2)
     close(first, stranger, again)
 
@@ -414,14 +414,14 @@ def test_nobody_takes_the_number_of_a_member_whose_claim_was_deleted(
 def test_a_claim_that_a_listing_does_not_show_yet_is_not_tried_again(place: str) -> None:
     """As of a storage whose listings lag behind."""
     first = replica_at(place, 0, min_replicas=1)
-    other = joining(place, first, 1)
+    other = joined(place, first, 1)
     names = Bucket.names
 
     def late(bucket: Bucket, folder: str) -> dict[str, int]:
         return {} if folder == "members" else names(bucket, folder)
 
     with mock.patch.object(Bucket, "names", late):
-        third = joining(place, first, 2)
+        third = joined(place, first, 2)
     assert third.transport.rank == 2
     close(first, other, third)
 
@@ -460,7 +460,7 @@ def test_the_place_of_a_message_that_a_stranger_took_is_taken_back(
     assert {number for ahead in range(1, 4) for number in heard_in(bucket, index + ahead)} == {0, 1}
     names = bucket.names("snapshots")
     assert any(size > 100 for name, size in names.items() if name.isdigit())
-    third = joining(place, first, 2, key="secret")
+    third = joined(place, first, 2, key="secret")
     assert third.transport.rank == 2
     close(first, second, third)
 
@@ -489,11 +489,11 @@ def test_what_nobody_can_read_or_write_stops_nobody(
     monkeypatch.setattr(mailbox, "LONGEST_BACKOFF", 0.05)
     with mock.patch.object(Bucket, "read", reading), mock.patch.object(Bucket, "create", creating):
         together([first, second], lambda: min(first.rounds, second.rounds) >= index + 3)
+        wait_for(lambda: "too large; it is given up" in caplog.text)
         mail, index = course_of(second).mail, second.rounds
         mail.send("any", b"")
         train(first, batches(0), lambda: first.rounds > index)
         wait_for(lambda: mail.folder(index).commit is not None)
-        wait_for(lambda: "too large; it is given up" in caplog.text)
         assert "cannot create any" in mail.trouble
     close(first, second)
 

@@ -5,7 +5,8 @@ kill -9, a process that is frozen and goes on, a restart, a newcomer, a store th
 replica is three times slower than the rest, and every clock is wrong by minutes. The disturbances follow from a seed.
 
 1. 200 rounds on a folder. 2. 50 rounds on S3 (moto, on this machine). 3. For each, four undisturbed replicas that take
-as many local steps in all. 4. Sixteen processes on one folder, 20 rounds.
+as many local steps in all. 4. Four replicas that wait for every commit (`--wait`), 50 rounds: how long a round takes
+on a folder. 5. Sixteen processes on one folder, 20 rounds.
 
 A part that was made is not made again (benchmarks/results/chaos.json); chaos.md beside it has the table.
 """
@@ -223,6 +224,7 @@ def figures(trial: Trial, hanging: int) -> dict[str, Any]:
         "seconds of a round": _seconds(logs) / max(1, len(notes)),
         "longest stall of a live replica (s)": max(stalls, default=0.0),
         "time that replicas stood still (%)": 100 * fmean(end["waiting_share"] for end in ends),
+        "least wait of a replica, a round (s)": min(end["bytes"]["rounds"]["waiting"] for end in ends) / len(notes),
         "processes that hang": hanging,
         "processes that ended with an error": sum(member.failed for member in trial.members),
         "divergent anchors": len({end["anchor_fingerprint"] for end in ends}) - 1,
@@ -325,13 +327,13 @@ def part(name: str, rounds: int, seed: int, *, on_s3: bool = False) -> tuple[dic
     return found[0], found[1]
 
 
-def sixteen() -> dict[str, Any]:
-    """Sixteen processes on one folder: what a replica uploads does not grow with their number."""
-    folder = RUNS / "sixteen"
+def healthy(name: str, replicas: int, rounds: int, *flags: str) -> dict[str, Any]:
+    """So many undisturbed replicas on a folder."""
+    folder = RUNS / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    trial = Trial(str((folder / "store").resolve()), folder, 20, ("--min-replicas", "16"))
-    for _ in range(16):
+    trial = Trial(str((folder / "store").resolve()), folder, rounds, flags)
+    for _ in range(replicas):
         trial.add()
     return figures(trial, trial.wait())
 
@@ -344,8 +346,7 @@ def page(found: dict[str, Any]) -> str:
         if name in found
         for number, kind in enumerate(("disturbed", "undisturbed"))
     }
-    if "sixteen" in found:
-        columns["16 processes"] = found["sixteen"]
+    columns |= {title: found[title] for title in ("--wait", "16 processes") if title in found}
     rows = [key for key in next(iter(columns.values())) if key != "events"]
     lines = [
         "# A run in a store under disturbances",
@@ -382,7 +383,8 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "folder": lambda: part("folder", args.rounds, args.seed),
         "S3": lambda: part("s3", 50, args.seed + 1, on_s3=True),
-        "sixteen": sixteen,
+        "--wait": lambda: healthy("wait", REPLICAS, 50, "--wait"),
+        "16 processes": lambda: healthy("sixteen", 16, 20, "--min-replicas", "16"),
     }
     for name, make in parts.items():
         if name not in found:

@@ -47,6 +47,13 @@ class Bucket:
         self._lock = threading.Lock()
         self._store = _open(url, new)
 
+    @property
+    def is_free(self) -> bool:
+        """True if nobody bills its requests: a folder, or memory."""
+        from obstore import store
+
+        return isinstance(self._store, store.LocalStore | store.MemoryStore)
+
     def create(self, path: str, data: bytes) -> bool:
         """Write an object that is not there yet. Returns False if another one is there.
 

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 LOOKS = 20  # into the folder of a round, in the usual time of a round
 SOONEST, LATEST = 0.05, 10.0  # seconds between two looks
+LATEST_FREE = 0.4  # into a storage that bills nothing: so they add less than a second to a round
 UNKNOWN = 0.25  # seconds between two looks, before the time of a round is known
 LONGEST_BACKOFF = 30.0  # seconds until a store that failed is asked again
 MOST_FAILURES = 3  # to read an object of a round, before the others are read without it
@@ -58,6 +59,7 @@ class Mailbox:
 
     def __init__(self, bucket: Bucket, index: int, most: int, believed: Callable[[bytes], bool]) -> None:
         self.bucket = bucket
+        self._latest = LATEST_FREE if bucket.is_free else LATEST
         self._most = most
         self._believed = believed
         self._fatal: Exception | None = None  # why the thread has ended
@@ -132,7 +134,7 @@ class Mailbox:
             self.trouble = trouble
             backoff = _longer(backoff) if trouble else 0.0
             if not moved:
-                usual = min(LATEST, max(SOONEST, self.pace / LOOKS)) if self.pace else UNKNOWN
+                usual = min(self._latest, max(SOONEST, self.pace / LOOKS)) if self.pace else UNKNOWN
                 self._pause(backoff or usual)
 
     def _write_all(self) -> bool:
