@@ -393,6 +393,33 @@ def come_back(place: str, first: Replica, kept: list[dict[str, object]]) -> Repl
     return replica
 
 
+def test_a_run_goes_on_after_all_were_switched_off(place: str) -> None:
+    """Nobody is left who could tell anything: the store alone has the anchor, and the disks what each one owed."""
+    replicas = gathered(place, 3, min_replicas=1)
+    streams = [batches(rank) for rank in range(3)]
+    for _ in range(5):
+        for replica, stream in zip(replicas, streams, strict=True):
+            backward(replica, next(stream))
+            replica.step()
+    settle(replicas)
+    kept = [copy.deepcopy([part.state_dict() for part in (one.model, one.inner, one)]) for one in replicas]
+    before, anchor, index = owed(replicas), replicas[0].fingerprint, replicas[0].rounds
+    assert before.any()
+    for replica in replicas:
+        course_of(replica).mail.close()
+    with ThreadPoolExecutor(3) as pool:
+        again = list(pool.map(lambda rank: replica_at(place, rank, min_replicas=1), range(3)))
+    settle(again)
+    assert {replica.fingerprint for replica in again} == {anchor}  # nobody had anything to say yet
+    assert min(replica.rounds for replica in again) > index
+    for replica, states in zip(again, kept, strict=True):
+        for part, saved in zip((replica.model, replica.inner, replica), states, strict=True):
+            part.load_state_dict(saved)
+    assert torch.allclose(owed(again), before, atol=1e-5)
+    for replica in again:
+        course_of(replica).close()
+
+
 @pytest.mark.parametrize("moment", ["between", "lost", "counted"])
 def test_a_member_that_restarts_owes_what_it_owed_and_no_more(place: str, moment: str) -> None:
     """Saved between two messages; with a message on its way that gets lost; with one that counts after all."""

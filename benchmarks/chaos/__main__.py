@@ -6,7 +6,8 @@ replica is three times slower than the rest, and every clock is wrong by minutes
 
 1. 200 rounds on a folder. 2. 50 rounds on S3 (moto, on this machine). 3. For each, four undisturbed replicas that take
 as many local steps in all. 4. Four replicas that wait for every commit (`--wait`), 50 rounds: how long a round takes
-on a folder. 5. Sixteen processes on one folder, 20 rounds.
+on a folder. 5. Four replicas of which one is three times slower, 50 rounds. 6. Sixteen processes on one folder, 20
+rounds.
 
 A part that was made is not made again (benchmarks/results/chaos.json); chaos.md beside it has the table.
 """
@@ -223,7 +224,7 @@ def figures(trial: Trial, hanging: int) -> dict[str, Any]:
         "local steps that counted": sum(_used(bucket, seal, commit) for commit in notes),
         "seconds of a round": _seconds(logs) / max(1, len(notes)),
         "longest stall of a live replica (s)": max(stalls, default=0.0),
-        "time that replicas stood still (%)": 100 * fmean(end["waiting_share"] for end in ends),
+        "time that replicas stood still (%)": [round(100 * end["waiting_share"], 1) for end in ends],
         "least wait of a replica, a round (s)": min(end["bytes"]["rounds"]["waiting"] for end in ends) / len(notes),
         "processes that hang": hanging,
         "processes that ended with an error": sum(member.failed for member in trial.members),
@@ -327,15 +328,19 @@ def part(name: str, rounds: int, seed: int, *, on_s3: bool = False) -> tuple[dic
     return found[0], found[1]
 
 
-def healthy(name: str, replicas: int, rounds: int, *flags: str) -> dict[str, Any]:
-    """So many undisturbed replicas on a folder."""
+def healthy(name: str, replicas: int, rounds: int, *flags: str, slow: bool = False) -> dict[str, Any]:
+    """So many replicas on a folder, undisturbed, but that the last one may be ``slow``."""
     folder = RUNS / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     trial = Trial(str((folder / "store").resolve()), folder, rounds, flags)
     for _ in range(replicas):
         trial.add()
-    return figures(trial, trial.wait())
+    slowing = Slow(trial.members[-1]) if slow else None
+    hanging = trial.wait()
+    if slowing is not None:
+        slowing.end()
+    return figures(trial, hanging)
 
 
 def page(found: dict[str, Any]) -> str:
@@ -346,7 +351,7 @@ def page(found: dict[str, Any]) -> str:
         if name in found
         for number, kind in enumerate(("disturbed", "undisturbed"))
     }
-    columns |= {title: found[title] for title in ("--wait", "16 processes") if title in found}
+    columns |= {title: one for title, one in found.items() if isinstance(one, dict)}
     rows = [key for key in next(iter(columns.values())) if key != "events"]
     lines = [
         "# A run in a store under disturbances",
@@ -369,7 +374,9 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _number(value: float) -> str:
+def _number(value: float | list[float]) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 
@@ -384,6 +391,7 @@ def main() -> None:
         "folder": lambda: part("folder", args.rounds, args.seed),
         "S3": lambda: part("s3", 50, args.seed + 1, on_s3=True),
         "--wait": lambda: healthy("wait", REPLICAS, 50, "--wait"),
+        "one of four is slow": lambda: healthy("slow", REPLICAS, 50, slow=True),
         "16 processes": lambda: healthy("sixteen", 16, 20, "--min-replicas", "16"),
     }
     for name, make in parts.items():
