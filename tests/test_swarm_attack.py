@@ -25,7 +25,7 @@ from overtone.swarm import mailbox, members
 from overtone.swarm.bucket import Bucket
 from overtone.swarm.course import Course
 from overtone.swarm.lineage import far_outside
-from overtone.swarm.mailbox import Mailbox
+from overtone.swarm.mailbox import Folder, Mailbox
 from overtone.swarm.members import Posts
 from overtone.swarm.records import MOST_MEMBERS, About, Commit, Member, Named, Note, Process, commit_path, folder_of
 from scenario import EVERY, backward, batches
@@ -193,6 +193,23 @@ def test_a_replica_tells_the_pace_of_its_steps_since_its_last_message(place: str
     assert told[2] == 0.0
     course.mail.send = send  # type: ignore[method-assign]
     close(first, second)
+
+
+def test_who_waits_for_others_is_not_as_slow_as_they_are(place: str) -> None:
+    """Its pace would else become theirs, and in the end all would wait for the slowest. Its own requests count."""
+    (first,) = gathered(place, 1)
+    course, now = course_of(first), 1000.0
+    for stands, written, listed, forgiven in (
+        (now - 90, now - 70, now - 20, 50.0),  # written while it stood still
+        (now - 50, now - 70, now - 20, 30.0),  # and before
+        (now - 90, now - 70, now - 80, 0.0),  # the commit was there when it had written at last
+        (None, now - 70, now - 20, 0.0),  # it trained on
+    ):
+        course._stands_since, course._posted = stands, 0.0
+        course._forgive(Folder(written=written, listed=listed))
+        assert course._posted == forgiven
+    course._stands_since = None
+    close(first)
 
 
 def test_a_state_of_another_run_is_refused(place: str) -> None:

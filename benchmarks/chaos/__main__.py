@@ -40,7 +40,7 @@ from overtone.swarm.records import COMMIT, About, Commit, Note, Process, commit_
 RUNS = Path("runs/chaos")
 RESULTS = Path("benchmarks/results")
 TASK = ("--width", "64", "--layers", "2", "--heads", "4", "--batch", "16", "--log-every", "1", "--keep", "128")
-EVERY = 10
+EVERY = 30
 REPLICAS = 4
 MOST = 6  # members at a time, with newcomers
 LONGEST = 20.0  # seconds after which something is undone, though no round may have passed
@@ -336,7 +336,11 @@ def healthy(name: str, replicas: int, rounds: int, *flags: str, slow: bool = Fal
     trial = Trial(str((folder / "store").resolve()), folder, rounds, flags)
     for _ in range(replicas):
         trial.add()
-    slowing = Slow(trial.members[-1]) if slow else None
+    slowing = None
+    if slow:
+        while trial.committed() < 5:  # all have joined
+            time.sleep(0.1)
+        slowing = Slow(trial.members[-1])
     hanging = trial.wait()
     if slowing is not None:
         slowing.end()
@@ -390,7 +394,7 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "folder": lambda: part("folder", args.rounds, args.seed),
         "S3": lambda: part("s3", 50, args.seed + 1, on_s3=True),
-        "--wait": lambda: healthy("wait", REPLICAS, 50, "--wait"),
+        "all wait (--wait)": lambda: healthy("wait", REPLICAS, 50, "--wait"),
         "one of four is slow": lambda: healthy("slow", REPLICAS, 50, slow=True),
         "16 processes": lambda: healthy("sixteen", 16, 20, "--min-replicas", "16"),
     }

@@ -67,7 +67,7 @@ class Course:
         self._closed = False
         self._proposed = False
         self._since = time.monotonic()  # when the last commit was absorbed
-        self._posted = time.monotonic()  # when the last message was made
+        self._posted = time.monotonic()  # when the last message was made, and later if it had to wait since
         self._posted_steps = 0  # local steps so far, then
         self._counted: dict[str, Count] = {}  # of the bucket, by folder, as far as it is in the ledger
         self._phase = "setup"  # of the ledger, to which standing still belongs
@@ -257,6 +257,12 @@ class Course:
         begin, self._stands_since = self._stands_since, time.monotonic()
         return self._stands_since - begin
 
+    def _forgive(self, folder: Folder) -> None:
+        """Take the time in which this replica stood still for others out of its pace. Else all would tell that they are
+        as slow as the slowest, and would wait for it. What its own requests take stays in."""
+        if self._stands_since is not None:
+            self._posted += max(0.0, folder.listed - max(folder.written, self._stands_since))
+
     def _tell_why(self) -> None:
         """Tell a person why nothing goes on."""
         posted, _ = self._open.posts(self.mail.folder(self.lineage.index).posts)
@@ -295,6 +301,7 @@ class Course:
         exchanger, pending, steps = self.exchanger, self._pending, self.exchanger.state.steps
         heard = self.lineage.hear(commit.messages, folder.posts, self.members)
         cost, store = self._cost("rounds"), self.store
+        self._forgive(folder)
         if self._phase == "rounds":
             cost.waiting = self._waited()
         store.ledger.add("upkeep", self._cost("snapshots"))

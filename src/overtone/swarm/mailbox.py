@@ -7,6 +7,7 @@ new there, and goes on to the next round when a commit has appeared. A store tha
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -35,6 +36,8 @@ class Folder:
 
     posts: dict[Process, bytes] = field(default_factory=dict)
     commit: bytes | None = None  # fetched last, so that all that it names is here
+    written: float = math.inf  # the moment when a post of this process was there
+    listed: float = 0.0  # the moment when a commit was there
     refused: dict[Process, str] = field(default_factory=dict)  # posts that nobody believes, with the marks of a listing
     failures: Counter[str] = field(default_factory=Counter)  # how often an object could not be read, by name
 
@@ -90,7 +93,7 @@ class Mailbox:
             raise StoreError(f"store {self.bucket.url}: the mailbox has failed: {self._fatal!r}") from self._fatal
         with self._wake:
             found = self._folders.get(index, Folder())
-            return Folder(dict(found.posts), found.commit)
+            return Folder(dict(found.posts), found.commit, found.written, found.listed)
 
     def done_with(self, index: int) -> None:
         """Forget the rounds before this one."""
@@ -161,8 +164,10 @@ class Mailbox:
             process = Process.parse(name)
             with self._wake:
                 if created and process is not None and folder == folder_of(self._index):
-                    self._folders[self._index].posts[process] = one.data  # it need not be fetched again
-                    self._folders[self._index].refused.pop(process, None)
+                    here = self._folders[self._index]
+                    here.posts[process] = one.data  # it need not be fetched again
+                    here.refused.pop(process, None)
+                    here.written = time.monotonic()
                 self._outgoing.remove(one)
                 self._wake.notify_all()
         return False
@@ -198,6 +203,8 @@ class Mailbox:
         listed, trouble = self.bucket.listed(folder_of(index)), None
         with self._wake:
             folder = self._folders.setdefault(index, Folder())
+            if COMMIT in listed and not folder.listed:
+                folder.listed = time.monotonic()
             known = set(folder.posts) - set(folder.refused)
         for name, (size, mark) in listed.items():
             process = Process.parse(name)
