@@ -56,7 +56,7 @@ def row(setting: str, replicas: int, entry: str, seed: int, folder: Path) -> Row
     return Row(
         *about,
         end["metrics"]["loss"],
-        end["metrics"].get("accuracy", math.nan),
+        end["metrics"].get("top1", math.nan),
         end["metrics_anchor"]["loss"],
         end["metrics_average"]["loss"],
         end["bytes_sent"],

@@ -106,12 +106,18 @@ def _table(groups: list[Group], usual: Group) -> list[str]:
     for group in sorted(groups, key=lambda group: (-group.bytes, group.loss)):
         reference = best(groups, group.every) or usual
         fewer = f"{reference.bytes / group.bytes:.4g}x" if group.bytes else "none sent"
-        accuracy = f" {100 * group.accuracy:.1f} % |" if images else ""
+        accuracy = f" {100 * group.accuracy:.1f} % ({_points(group, reference)}) |" if images else ""
         lines.append(
             f"| {group.label} | {len(group.runs)} | {group.loss:.4f} | {paired.shown(group.losses, reference.losses)} "
             f"|{accuracy} {fewer} | {_gain(group, reference, alone)} |"
         )
     return lines
+
+
+def _points(group: Group, reference: Group) -> str:
+    """The difference in top-1, in points, over the seeds that both have."""
+    seeds = group.runs.keys() & reference.runs.keys()
+    return f"{100 * fmean(group.runs[seed].accuracy - reference.runs[seed].accuracy for seed in seeds):+.1f}"
 
 
 def _gain(group: Group, reference: Group, alone: Group | None) -> str:
