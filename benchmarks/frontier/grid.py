@@ -66,8 +66,9 @@ def ours(keep: int = BALANCED, *, decay: float = 0.95, momentum: float = 0, bits
 def asks() -> Iterator[Ask]:
     """All cells, in the order in which they are made."""
     # What carries the claims: one seed of everything first, to see early what does not hold.
-    for seeds in ((0,), SEEDS):
-        yield from _claims(seeds)
+    yield from _claims((0,))
+    yield from _near()
+    yield from _claims(SEEDS)
     presets = tuple(ours(keep) for keep in PRESETS.values())
     yield Ask("presets", "library", (diloco(), *presets, "alone"), SEEDS)
     yield from _questions()
@@ -91,6 +92,15 @@ def _claims(seeds: tuple[int, ...]) -> Iterator[Ask]:
     for setting, budget in BUDGETS.items():
         yield Ask("control", setting, (entry("decoupled", budget=budget, exchange="gathered"),), seeds)
     yield Ask("wide", "wide", (diloco(), ours(), "alone"))
+
+
+def _near() -> Iterator[Ask]:
+    """What `near` lacks: the grid of inner learning rates that DiLoCo had, and what a residual does to its owner."""
+    rates = tuple(ours(keep, inner_lr=rate) for rate in (3.5e-4, 7e-4) for keep in (PRESETS["near"], BALANCED))
+    yield Ask("near", "llama", rates)
+    near = PRESETS["near"]
+    yield Ask("near", "llama", (ours(near, carry=0), ours(near, momentum=0.5), turning(near, 0.95, 3.75, drain=0)))
+    yield Ask("near", "llama", (turning(near, 0.9, 4.390625, drain=0),))
 
 
 def _replicas(replicas: int, seeds: tuple[int, ...] = (0,)) -> Iterator[Ask]:
