@@ -112,13 +112,11 @@ class Course:
             self._join()
         self.store.ledger.add("setup", self._cost("run", "members", "snapshots", "rounds"))
         self._phase, self._posted = "rounds", time.monotonic()
-        log.info(
-            "%s is a member of the run in %s: round %d, %d members",
-            store.name,
-            bucket.url,
-            self.lineage.index,
-            len(self.members),
-        )
+        where, index = bucket.url, self.lineage.index
+        if self.is_over:
+            log.info("the run in %s is over, after %d rounds", where, index)
+        else:
+            log.info("%s is a member of the run in %s: round %d, %d members", store.name, where, index, store.size)
 
     @property
     def is_over(self) -> bool:
