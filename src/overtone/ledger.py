@@ -24,9 +24,7 @@ class Count:
     received: int = 0
     waiting: float = 0.0
     hops: int = 0  # messages that had to pass one after another: each costs a link's latency
-    requests: int = (
-        0  # to a store, which bills them; those of a real one, with all that only looked whether it has news
-    )
+    requests: int = 0  # to a real store, which bills them; with those that only looked whether it has news
 
     def add(self, other: Count) -> None:
         """Add another count to this one."""
