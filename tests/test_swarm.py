@@ -551,13 +551,11 @@ def test_dense_drifts_travel_through_a_store_too(place: str) -> None:
 
 def test_a_second_process_of_a_name_takes_the_place_of_the_first(place: str) -> None:
     first, second = gathered(place, 2)
-    with ThreadPoolExecutor(1) as pool:
-        again = pool.submit(replica_at, place, 1)
-        train(first, batches(0), again.done)
-        assert course_of(again.result()).store.process == Process(1, 2)
+    again = joining(first, lambda: replica_at(place, 1))
+    assert course_of(again).store.process == Process(1, 2)
     with pytest.raises(PeerError, match="another process has come under the name m1"):
         train(second, batches(1), lambda: False)
-    for replica in (first, second, again.result()):
+    for replica in (first, second, again):
         course_of(replica).close()
 
 
@@ -602,11 +600,9 @@ def test_junk_in_the_store_keeps_nobody_out(place: str) -> None:
     ):
         bucket.create(path, b"junk")
     bucket.create(f"{folder_of(0)}/5000-0001", b"junk")
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(replica_at, place, 1)
-        train(first, batches(0), other.done)
-    assert course_of(other.result()).store.process == Process(2, 1)
-    for replica in (first, other.result()):
+    other = joining(first, lambda: replica_at(place, 1))
+    assert course_of(other).store.process == Process(2, 1)
+    for replica in (first, other):
         replica.finish()
     with pytest.raises(StateError, match="this replica has finished"):
         first.step()

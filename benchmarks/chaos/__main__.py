@@ -208,10 +208,11 @@ def figures(trial: Trial, hanging: int) -> dict[str, Any]:
     assert raw is not None
     body = json.loads(open_message(raw, seal).body)
     notes = list(_commits(bucket, seal, bytes.fromhex(body["run"])))
-    logs = [log.read(member.out) for member in trial.members if (member.out / log.NAME).exists()]
+    told = [(member, log.read(member.out)) for member in trial.members if (member.out / log.NAME).exists()]
+    logs = [lines for _, lines in told]
     rounds = [line for lines in logs for line in lines if line["event"] == "round"]
     ends = [lines[-1] for lines in logs if lines and lines[-1]["event"] == "finish"]
-    stalls = [stall for member in trial.members for stall in _stalls(member)]
+    stalls = [stall for member, lines in told for stall in _stalls(member, lines)]
     named = [len(commit.messages) for commit in notes]
     audit = _audit(trial.url)
     return {
@@ -231,15 +232,11 @@ def figures(trial: Trial, hanging: int) -> dict[str, Any]:
         "divergent anchors": len({end["anchor_fingerprint"] for end in ends}) - 1,
         "rounds replayed by an audit": audit["replayed"],
         "faults that the audit found": len(audit["faults"]),
-        "bytes up, replica and round": _up(rounds),
+        "bytes up, replica and round": fmean(line["bytes_sent"] for line in rounds),
         "bytes down, replica and round": fmean(line["bytes_received"] for line in rounds),
         "requests, replica and round": _requests(ends) / sum(len(commit.members) for commit in notes),
         "loss": ends[0]["metrics"]["loss"],
     }
-
-
-def _up(rounds: list[Event]) -> float:
-    return fmean(line["bytes_sent"] for line in rounds)
 
 
 def _audit(url: str) -> dict[str, Any]:
@@ -280,9 +277,9 @@ def _used(bucket: Bucket, seal: Seal, commit: Commit) -> int:
     return used
 
 
-def _stalls(member: Member) -> Iterator[float]:
+def _stalls(member: Member, lines: list[Event]) -> Iterator[float]:
     """The seconds that a member stood still for the store or for others, by round, where it was not held up by us."""
-    for line in log.read(member.out) if (member.out / log.NAME).exists() else []:
+    for line in lines:
         if line["event"] == "round":
             end = line["time"] - member.clock
             begin = end - line["seconds_waiting"]

@@ -5,7 +5,7 @@ Every collective counts its bytes in a `Count` of its own. A `Ledger` is the sum
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 PHASES = ("setup", "rounds", "finish", "upkeep")
 SIZE_BYTES = 8  # the size of a message's length field, which is sent before the message
@@ -33,6 +33,10 @@ class Count:
         self.waiting += other.waiting
         self.hops += other.hops
         self.requests += other.requests
+
+    def since(self, before: Count) -> Count:
+        """What has been added since this was ``before``."""
+        return Count(**{one.name: getattr(self, one.name) - getattr(before, one.name) for one in fields(self)})
 
     def gathered(self, buffer_bytes: int, size: int) -> None:
         """Count an all-gather of equal buffers: each replica sends its buffer to all others."""

@@ -42,9 +42,8 @@ class Tally:
 
     def add_own(self, phase: str) -> None:
         """Add to the ledger what was read from the store since the last time."""
-        now, before = self.observer.archive.bucket.count(), self._counted
-        requests = now.requests - before.requests
-        self.observer.transport.ledger.add(phase, Count(received=now.received - before.received, requests=requests))
+        now = self.observer.archive.bucket.count()
+        self.observer.transport.ledger.add(phase, now.since(self._counted))
         self._counted = now
 
 

@@ -452,6 +452,5 @@ class Course:
         for folder in folders:
             now, before = self.store.bucket.count(folder), self._counted.get(folder, Count())
             self._counted[folder] = now
-            made = now.requests - before.requests
-            cost.add(Count(now.sent - before.sent, now.received - before.received, requests=made))
+            cost.add(now.since(before))
         return cost

@@ -152,7 +152,7 @@ class Board:
     def leave(self, words: str) -> None:
         """Write this replica's last words, for the peers that lose their connection to it."""
         if self.store is not None:
-            _within(ANSWER, lambda: self._put("left", words, self.words), None)
+            _within(ANSWER, lambda: self._put("left", words), None)
 
     def last_words(self) -> dict[int, str]:
         """The last words of the replicas that have left, by rank."""
@@ -162,26 +162,24 @@ class Board:
 
     def _all_last_words(self) -> Iterable[tuple[int, str]]:
         for other in self.others:
-            if words := self._get("left", other, self.words):
+            if words := self._get("left", other):
                 yield other, printable(words.decode(errors="replace"))
 
     # -- the store -------------------------------------------------------------------------------------------------
 
-    def _key(self, what: str, rank: int, name: str) -> str:
-        return f"overtone/{name or self.name}/{what}/{rank}"
+    def _key(self, what: str, rank: int) -> str:
+        return f"overtone/{self.words if what == 'left' else self.name}/{what}/{rank}"
 
-    def _put(self, what: str, words: str, name: str = "") -> None:
+    def _put(self, what: str, words: str) -> None:
         if self.store is not None:
-            self.store.set(self._key(what, self.rank, name), words)
+            self.store.set(self._key(what, self.rank), words)
 
-    def _check(self, what: str, rank: int, name: str = "") -> bool:
-        return self.store is not None and self.store.check([self._key(what, rank, name)])
+    def _check(self, what: str, rank: int) -> bool:
+        return self.store is not None and self.store.check([self._key(what, rank)])
 
-    def _get(self, what: str, rank: int, name: str = "") -> bytes:
+    def _get(self, what: str, rank: int) -> bytes:
         # `check` first: `get` would wait for a key that does not exist.
-        if self.store is None or not self._check(what, rank, name):
-            return b""
-        return self.store.get(self._key(what, rank, name))
+        return self.store.get(self._key(what, rank)) if self.store is not None and self._check(what, rank) else b""
 
 
 def _read(raw: bytes) -> Note | None:
